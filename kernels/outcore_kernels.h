@@ -1,0 +1,94 @@
+// The C interface of Outcore's host kernels: raw pointers and sizes in, an error code out.
+//
+// Owns the arithmetic contract. It does not own memory, threads' lifetimes, or any knowledge of
+// Python and torch, so one build serves every version of both.
+//
+// Contract. Every product, sum, difference, square root and quotient below is rounded to fp32 on
+// its own (nothing is fused), so each instruction set, plain torch operations and the device kernel
+// give the same bits:
+//
+//   g = grad_scale * float(grad)
+//   m = (beta1 * m) + (one_minus_beta1 * g)
+//   v = (beta2 * v) + (one_minus_beta2 * (g * g))
+//   d = (sqrt(v) * inv_sqrt_bc2) + eps
+//   p = (p * decay) - (step_size * (m / d))
+//
+// The payload and the sign of a NaN are the one thing that hardware is free to choose.
+//
+// Split master. An fp32 master value is stored as a bf16 weight and a 16-bit remainder:
+//
+//   bits(weight) = (bits(master) + 0x8000) >> 16                  nearest, ties away from zero
+//   remainder    = int16(bits(master) - (bits(weight) << 16))
+//   bits(master) = (bits(weight) << 16) + sign_extend(remainder)  modulo 2^32
+//
+// Ties away from zero, unlike ties to even, keep the remainder within 16 bits for every pattern.
+//
+// Arrays of one call must not overlap. Each function may be called from many threads at once.
+
+#ifndef OUTCORE_KERNELS_H_
+#define OUTCORE_KERNELS_H_
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Raised whenever a signature, a struct or the meaning of a value in this file changes.
+#define OC_ABI_VERSION 1
+
+enum oc_status {
+  OC_OK = 0,
+  OC_ERROR_NULL = -1,       // a pointer is null though n > 0
+  OC_ERROR_SIZE = -2,       // n is negative
+  OC_ERROR_DTYPE = -3,      // grad_dtype is none of enum oc_dtype
+  OC_ERROR_THREADS = -4,    // threads is negative
+  OC_ERROR_ALIGNMENT = -5,  // an array is not aligned to its element type
+  OC_ERROR_ISA = -6,        // the name is unknown, or this CPU lacks the instructions
+};
+
+enum oc_dtype { OC_BF16 = 0, OC_FP32 = 1 };
+
+struct oc_adamw_scalars {
+  float beta1;
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float eps;
+  float decay;         // 1 - lr * weight_decay
+  float step_size;     // lr / (1 - beta1^step)
+  float inv_sqrt_bc2;  // 1 / sqrt(1 - beta2^step)
+  float grad_scale;
+};
+
+int oc_abi_version(void);
+
+// The instruction set in use: "avx512", "avx2", "neon" or "scalar". The best one at load.
+const char* oc_isa(void);
+
+// Chooses another instruction set by name, or the best one with "auto", for the whole process.
+// For tests and benchmarks: the bits are the same with each.
+int oc_set_isa(const char* name);
+
+// In every function below, threads == 0 means the OpenMP default of the calling thread.
+
+// One AdamW step over n parameters whose fp32 master is split.
+int oc_adamw_split(uint16_t* weight, int16_t* remainder, float* exp_avg, float* exp_avg_sq,
+                   const void* grad, int grad_dtype, int64_t n,
+                   const struct oc_adamw_scalars* scalars, int threads);
+
+// One AdamW step over n fp32 parameters.
+int oc_adamw_fp32(float* weight, float* exp_avg, float* exp_avg_sq, const void* grad,
+                  int grad_dtype, int64_t n, const struct oc_adamw_scalars* scalars, int threads);
+
+int oc_split_master(const float* master, uint16_t* weight, int16_t* remainder, int64_t n,
+                    int threads);
+
+int oc_join_master(const uint16_t* weight, const int16_t* remainder, float* master, int64_t n,
+                   int threads);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // OUTCORE_KERNELS_H_

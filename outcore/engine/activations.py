@@ -1,0 +1,113 @@
+"""Which blocks keep their activations, and how many bytes that takes.
+
+"auto" recomputes every block in the first step, sees what one block's activations come to and how
+much of the device budget the step left, and from then on keeps as many blocks as fit. Kept and
+recomputed blocks give the same bits, so the choice never shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Signature = tuple[Any, ...]
+
+
+class ActivationPolicy:
+    """Decides per block; knows a batch by its signature (shapes and micro-batches)."""
+
+    def __init__(self, mode: str, *, num_blocks: int, spare_bytes: Callable[[], int]) -> None:
+        if mode not in ("auto", "keep", "recompute"):
+            raise ValueError(f'activations must be "auto", "keep" or "recompute", not {mode!r}')
+        self.mode = mode
+        self.num_kept = num_blocks if mode == "keep" else 0
+        self._num_blocks = num_blocks
+        self._spare_bytes = spare_bytes
+        self._bytes_per_block: dict[Signature, int] = {}
+        self._planned: Signature | None = None
+
+    def keeps(self, block: int, signature: Signature) -> bool:
+        """Whether the ``block``-th block keeps its activations; the last ones do first."""
+        if self.mode == "auto" and signature != self._planned:
+            return False
+        return block >= self._num_blocks - self.num_kept
+
+    def is_measured(self, signature: Signature) -> bool:
+        return signature in self._bytes_per_block
+
+    def bytes_of(self, signature: Signature) -> int:
+        return self._bytes_per_block.get(signature, 0)
+
+    def largest_bytes(self) -> int:
+        return max(self._bytes_per_block.values(), default=0)
+
+    def measured(self, signature: Signature, num_bytes: int) -> None:
+        """Note what the activations of one block take for a whole batch."""
+        largest = max(num_bytes, self._bytes_per_block.get(signature, 0))
+        self._bytes_per_block[signature] = largest
+
+    def plan(self) -> None:
+        """Before a forward: choose how many blocks keep, for the batch last measured."""
+        if self.mode != "auto" or not self._bytes_per_block:
+            return
+        signature, num_bytes = next(reversed(self._bytes_per_block.items()))
+        if signature == self._planned or num_bytes == 0:
+            return
+        self._planned = signature
+        self.num_kept = max(0, min(self._num_blocks, self._spare_bytes() // num_bytes))
+
+
+class SavedBytes:
+    """Counts what autograd saves for a backward, without weights and inputs."""
+
+    def __init__(self, ignored: Sequence[Tensor]) -> None:
+        self._ignored = {t.untyped_storage().data_ptr() for t in ignored}
+        self._seen: dict[int, int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._seen.values())
+
+    def see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._ignored:
+            self._seen[storage.data_ptr()] = storage.nbytes()
+
+
+@contextlib.contextmanager
+def saving(
+    *,
+    slot: Tensor,
+    slot_now: Callable[[], Tensor],
+    rebind: bool,
+    count: SavedBytes | None,
+) -> Iterator[None]:
+    """Watch what autograd saves.
+
+    With ``rebind``, saved views of the weights in ``slot`` are kept as offsets only, and are found
+    again in ``slot_now()`` when the backward asks: a kept block holds no second copy of its
+    weights, and its slot is free for other blocks in between.
+    """
+    base = slot.untyped_storage().data_ptr()
+    start = slot.storage_offset()
+
+    def pack(tensor: Tensor) -> Any:
+        if count is not None:
+            count.see(tensor)
+        if rebind and tensor.untyped_storage().data_ptr() == base:
+            return tensor.storage_offset() - start, tensor.shape, tensor.stride()
+        return tensor
+
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        offset, shape, stride = saved
+        now = slot_now()
+        return now.as_strided(shape, stride, now.storage_offset() + offset)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

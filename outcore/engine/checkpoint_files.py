@@ -1,0 +1,89 @@
+"""The safetensors files of a Hugging Face directory: which tensor is where, read one at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from outcore.blocks import Part
+from outcore.errors import StoreError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class CheckpointFiles:
+    """Maps tensor names to files inside one directory; never opens anything outside it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file_of = self._read_index()
+
+    def holds_all(self, model: nn.Module) -> bool:
+        """Whether every parameter is stored under its own name with its own shape."""
+        for name, parameter in model.named_parameters():
+            if name not in self._file_of or self._shape(name) != list(parameter.shape):
+                return False
+        return True
+
+    def source(self, model: nn.Module) -> Callable[[Part], dict[str, Tensor]]:
+        def values(part: Part) -> dict[str, Tensor]:
+            prefix = f"{part.name}." if part.name else ""
+            return {name: self.tensor(prefix + name) for name in part.parameters}
+
+        return values
+
+    def load_buffers(self, model: nn.Module) -> None:
+        for name, buffer in model.named_buffers():
+            if name in self._file_of:
+                buffer.copy_(self.tensor(name))
+
+    def tensor(self, name: str) -> Tensor:
+        path = self._file_of[name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+        except (OSError, SafetensorError) as error:
+            raise StoreError(f"{path}: cannot read tensor {name}: {error}") from error
+
+    def _shape(self, name: str) -> list[int]:
+        with safe_open(self._file_of[name], framework="pt") as file:
+            return list(file.get_slice(name).get_shape())
+
+    def _read_index(self) -> dict[str, Path]:
+        single = self._directory / SINGLE
+        if single.is_file():
+            return dict.fromkeys(self._keys(single), single)
+        index = self._directory / INDEX
+        if not index.is_file():
+            raise StoreError(
+                f"{self._directory} has neither {SINGLE} nor {INDEX}; pickled weights (.bin, .pt) "
+                "are not read: convert them to safetensors first"
+            )
+        try:
+            weight_map = json.loads(index.read_text())["weight_map"]
+            names = {str(key): str(value) for key, value in weight_map.items()}
+        except (ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise StoreError(f"{index}: not a safetensors index: {error}") from error
+        files = {value: self._inside(value) for value in set(names.values())}
+        return {key: files[value] for key, value in names.items()}
+
+    def _inside(self, file_name: str) -> Path:
+        if Path(file_name).name != file_name or not file_name.endswith(".safetensors"):
+            raise StoreError(f"{self._directory / INDEX}: refuses the file name {file_name!r}")
+        path = self._directory / file_name
+        if not path.is_file():
+            raise StoreError(f"{path} is named in {INDEX} but is missing")
+        return path
+
+    def _keys(self, path: Path) -> list[str]:
+        try:
+            with safe_open(path, framework="pt") as file:
+                return list(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise StoreError(f"{path}: not a safetensors file: {error}") from error

@@ -1,0 +1,131 @@
+"""Models that are born offloaded: from a config, or from a checkpoint on disk, unit by unit.
+
+The whole model never exists in memory beside its homes: it is built on the meta device, and each
+unit's values are made or read only when its home is ready.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outcore.blocks import Part
+from outcore.engine.checkpoint_files import CheckpointFiles
+from outcore.engine.offload import offload, offload_from
+from outcore.engine.options import OffloadOptions, check_options
+
+
+def from_config(config: Any, *, auto_class: Any = None, **options: Any) -> Any:
+    """Return a new, randomly initialised model of ``config``, offloaded with ``options``.
+
+    Weights are drawn by the model's own initialisation, on the compute device, from torch's
+    generator there: seed it with ``torch.manual_seed``.
+    """
+    checked = _check(options)
+    model = _on_meta(config, auto_class)
+    model = offload_from(model, checked, source=_Initialised(model, checked))
+    _fill_meta_buffers(model, checked.device)
+    return model
+
+
+def load(directory: str | Path, *, auto_class: Any = None, **options: Any) -> Any:
+    """Return the model of a Hugging Face directory, offloaded with ``options``.
+
+    safetensors files only; no pickle is read and no code from the directory is run.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    path = Path(directory)
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} is no Hugging Face model directory: it has no config.json")
+    checked = _check(options)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    files = CheckpointFiles(path)
+    model = _on_meta(config, auto_class)
+    if not files.holds_all(model):
+        # Names or shapes differ (fused experts, an old layout): transformers converts them.
+        auto = auto_class or _auto_class(config)
+        whole = auto.from_pretrained(path, dtype="auto", use_safetensors=True)
+        return offload(whole, **options)
+    model = offload_from(model, checked, source=files.source(model))
+    _fill_meta_buffers(model, checked.device)
+    files.load_buffers(model)
+    if (path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    model.eval()
+    return model
+
+
+def _check(options: dict[str, Any]) -> OffloadOptions:
+    """Check options as ``offload`` would, with the same defaults."""
+    defaults = dict(offload.__kwdefaults__ or {})
+    unknown = set(options) - set(defaults)
+    if unknown:
+        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+    return check_options(**{**defaults, **options})
+
+
+def _on_meta(config: Any, auto_class: Any) -> Any:
+    auto = auto_class or _auto_class(config)
+    with torch.device("meta"):
+        return auto.from_config(config)
+
+
+def _auto_class(config: Any) -> Any:
+    """Return the auto class that the config's architecture belongs to; causal LMs by default."""
+    import transformers
+
+    names = getattr(config, "architectures", None) or [""]
+    for suffix, auto in (
+        ("ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
+        ("ForMaskedLM", "AutoModelForMaskedLM"),
+        ("ForSequenceClassification", "AutoModelForSequenceClassification"),
+        ("ForTokenClassification", "AutoModelForTokenClassification"),
+    ):
+        if names[0].endswith(suffix):
+            return getattr(transformers, auto)
+    return transformers.AutoModelForCausalLM
+
+
+class _Initialised:
+    """Makes each part's values with the model's own initialisation, on the compute device."""
+
+    def __init__(self, model: nn.Module, options: OffloadOptions) -> None:
+        self._model = model
+        self._device = options.device
+
+    def __call__(self, part: Part) -> dict[str, Tensor]:
+        part.module.to_empty(device=self._device, recurse=part.is_block)
+        for module in part.module.modules() if part.is_block else (part.module,):
+            _initialise(self._model, module)
+        return {
+            name: parameter.detach()
+            for name, parameter in part.module.named_parameters(recurse=part.is_block)
+        }
+
+
+def _initialise(model: Any, module: nn.Module) -> None:
+    with torch.no_grad():
+        if hasattr(model, "_init_weights"):
+            model._init_weights(module)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+
+def _fill_meta_buffers(model: nn.Module, device: torch.device) -> None:
+    """Compute the buffers that no checkpoint holds, such as rotary frequencies."""
+    for module in model.modules():
+        empty = [name for name, buffer in module._buffers.items() if _is_meta(buffer)]
+        for name in empty:
+            buffer = module._buffers[name]
+            assert buffer is not None
+            module._buffers[name] = torch.zeros_like(buffer, device=device)
+        if empty:
+            _initialise(model, module)
+
+
+def _is_meta(buffer: Tensor | None) -> bool:
+    return buffer is not None and buffer.is_meta

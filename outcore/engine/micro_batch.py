@@ -1,0 +1,89 @@
+"""Micro-batches: how a block's inputs are cut along the batch, and its outputs put together.
+
+The batch is split inside each block (*layer-major*), so that weights are copied once a pass
+whatever the batch. Which inputs carry the batch is read off their shapes; where that could be
+ambiguous, the block runs over the whole batch at once: right, only with more memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TARGET_TOKENS = {"cuda": 8192, "cpu": 2048}
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+
+
+class MicroBatches:
+    """The cuts of one block call."""
+
+    def __init__(self, leaves: Sequence[Any], micro_batch: int | None) -> None:
+        """``leaves``: the call's flattened arguments; ``micro_batch``: sequences, None to pick."""
+        hidden = next(
+            (x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3),
+            None,
+        )
+        self.batch = 1 if hidden is None else hidden.shape[0]
+        size = self.batch
+        if hidden is not None and _can_split(leaves, hidden):
+            size = _pick(hidden) if micro_batch is None else min(micro_batch, self.batch)
+        self.bounds = [(lo, min(lo + size, self.batch)) for lo in range(0, self.batch, size)]
+
+    @property
+    def is_split(self) -> bool:
+        return len(self.bounds) > 1
+
+    def whole(self) -> None:
+        """Give up splitting this call."""
+        self.bounds = [(0, self.batch)]
+
+    def carries_batch(self, leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and leaf.dim() >= 2 and leaf.shape[0] == self.batch
+
+    def cut(self, leaf: Any, bounds: tuple[int, int]) -> Any:
+        if self.is_split and self.carries_batch(leaf):
+            return leaf[bounds[0] : bounds[1]]
+        return leaf
+
+    def rows(self, part: Tensor, bounds: tuple[int, int]) -> int | None:
+        """Return how many leading rows an output has for each sequence; None if it has no batch.
+
+        Router logits, for example, come flattened to (sequences x tokens, experts).
+        """
+        sequences = bounds[1] - bounds[0]
+        if part.dim() == 0 or part.shape[0] % sequences or (part.shape[0] == 1 < sequences):
+            return None
+        return part.shape[0] // sequences
+
+
+def _pick(hidden: Tensor) -> int:
+    """Return the number of sequences: near the target of tokens, in equal micro-batches.
+
+    It depends on nothing but the batch's shape, so that every placement computes the same bits.
+    """
+    batch, length = hidden.shape[:2]
+    target = max(1, TARGET_TOKENS.get(hidden.device.type, 8192) // length)
+    if target >= batch:
+        return batch
+    divisors = [size for size in range(1, target + 1) if batch % size == 0]
+    if 2 * divisors[-1] > target:
+        return divisors[-1]
+    count = -(-batch // target)
+    return -(-batch // count)
+
+
+def _can_split(leaves: Sequence[Any], hidden: Tensor) -> bool:
+    batch, length = hidden.shape[:2]
+    if batch == 1:
+        return False
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            # A (length, ...) table is told from a (batch, ...) one only if the two differ.
+            if batch == length and leaf.dim() == 2:
+                return False
+        elif not isinstance(leaf, _PLAIN):
+            return False  # a cache, for example: its contents follow the batch
+    return True

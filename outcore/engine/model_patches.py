@@ -1,0 +1,179 @@
+"""What is changed on the model itself: a few methods and hooks of this one instance.
+
+Its classes and its forward stay as they are. Blocks get a forward that streams; edges wait for
+their updates; the head defers its logits in training; saving and loading wait for the updaters.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outcore.engine.block_function import BlockCall, BlockFunction, run_without_graph
+from outcore.engine.head_loss import deferred_logits
+from outcore.engine.offloaded import Engine
+from outcore.engine.streamed_block import BlockServices, StreamedBlock
+from outcore.errors import OutcoreError
+from outcore.store.spans import Field
+from outcore.stream.unit import Unit
+
+
+def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> None:
+    """Make ``model`` run through ``engine``."""
+    services = BlockServices(
+        device=engine.device,
+        slots=engine.slots,
+        backend=engine.backend,
+        policy=engine.policy,
+        device_ledger=engine.device_ledger,
+        micro_batch=engine.options.micro_batch,
+        is_compiled=engine.options.is_compiled,
+    )
+    num_blocks = 0
+    for unit in engine.units:
+        for parameter in unit.parameters.values():
+            parameter._outcore = engine.backend  # type: ignore[attr-defined]
+        if unit.arrives_whole:
+            module, position = unit.part.module, num_blocks if unit.part.is_block else None
+            num_blocks += unit.part.is_block
+            block = StreamedBlock(unit, module, services, position)
+            module.forward = functools.partial(_block_forward, engine, block)  # type: ignore[method-assign]
+            if unit.part.is_block and getattr(module, "gradient_checkpointing", False):
+                module.gradient_checkpointing = False  # type: ignore[assignment]
+        else:
+            for field in unit.layout.trainable:
+                hook = functools.partial(_take_edge_gradient, engine, unit, field)
+                unit.parameters[field.name].register_post_accumulate_grad_hook(hook)
+    _make_edges_wait(model, engine.units)
+    if head is not None:
+        head.forward = functools.partial(_head_forward, engine, head, head.forward)  # type: ignore[method-assign]
+    _patch_methods(model, engine)
+
+
+def _block_forward(engine: Engine, block: StreamedBlock, *args: Any, **kwargs: Any) -> Any:
+    call = BlockCall(block, args, kwargs)
+    tensors = call.take_tensors()
+    if torch.is_grad_enabled() and (block.trainable_names or any(call.needs_grad)):
+        return call.rebuild(BlockFunction.apply(call, engine.anchor, *tensors))  # type: ignore[no-untyped-call]
+    return call.rebuild(run_without_graph(call, tensors))
+
+
+def _head_forward(
+    engine: Engine, head: nn.Linear, original: Callable[..., Tensor], hidden: Tensor
+) -> Tensor:
+    if not engine.defers_logits or hidden.dim() < 2 or torch.compiler.is_compiling():
+        return original(hidden)
+    return deferred_logits(
+        hidden, head.weight, head.bias, is_compiled=engine.options.is_compiled
+    )
+
+
+def _take_edge_gradient(engine: Engine, unit: Unit, field: Field, parameter: Tensor) -> None:
+    """Send an edge's gradient to its home; without an optimizer it stays in ``.grad``."""
+    if engine.backend.gradients is not None and parameter.grad is not None:
+        gradient, parameter.grad = parameter.grad, None
+        engine.backend.gradients.edge(unit, field, gradient)
+
+
+def _make_edges_wait(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Before a module uses resident weights of its own, wait for their updates."""
+    unit_of = {id(p): u for u in units if not u.arrives_whole for p in u.parameters.values()}
+    for module in model.modules():
+        own = {
+            unit_of[id(p)].index: unit_of[id(p)]
+            for p in module.parameters(recurse=False)
+            if id(p) in unit_of
+        }
+        if own:
+            waits = functools.partial(_wait_for, list(own.values()))
+            module.register_forward_pre_hook(waits)
+
+
+def _wait_for(units: Sequence[Unit], module: nn.Module, args: Any) -> None:
+    for unit in units:
+        unit.before_compute()
+
+
+def _patch_methods(model: nn.Module, engine: Engine) -> None:
+    caching = next((m for m in model.modules() if _takes_use_cache(m)), None)
+    model.register_forward_pre_hook(functools.partial(_before_forward, engine), with_kwargs=True)
+    if caching is not None:
+        caching.register_forward_pre_hook(_without_cache, with_kwargs=True)
+    model.register_state_dict_pre_hook(lambda *_: engine.synchronize())
+    model.register_load_state_dict_pre_hook(lambda *_: engine.synchronize())
+    model.register_load_state_dict_post_hook(lambda *_: engine.weights_replaced())
+    model._outcore_engine = engine  # type: ignore[assignment]
+    model.zero_grad = functools.partial(_zero_grad, engine, model.zero_grad)  # type: ignore[method-assign]
+    model.to = functools.partial(_to, model, engine)  # type: ignore[method-assign]
+    model._apply = _refuse_apply  # type: ignore[method-assign]
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = functools.partial(  # type: ignore[assignment]
+            _save_pretrained, engine, model.save_pretrained
+        )
+
+
+def _before_forward(
+    engine: Engine, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    engine.policy.plan()
+    engine.defers_logits = torch.is_grad_enabled() or kwargs.get("labels") is not None
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.device != engine.device:
+            raise ValueError(
+                f"an input is on {value.device}, the model computes on {engine.device}: move the "
+                f'batch with .to("{engine.device}")'
+            )
+
+
+def _takes_use_cache(module: nn.Module) -> bool:
+    return hasattr(module, "config") and "use_cache" in inspect.signature(module.forward).parameters
+
+
+def _without_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """In training no block may fill a cache: micro-batches and recomputes would fill it twice."""
+    if not torch.is_grad_enabled():
+        return None
+    if kwargs.get("past_key_values") is not None:
+        raise ValueError("past_key_values cannot be used while gradients are enabled")
+    if kwargs.get("use_cache"):
+        warnings.warn("use_cache=True is ignored while gradients are enabled", stacklevel=2)
+    return args, {**kwargs, "use_cache": False}
+
+
+def _zero_grad(
+    engine: Engine, original: Callable[[bool], None], set_to_none: bool = True
+) -> None:
+    original(set_to_none)
+    engine.backend.clear_gradients()
+
+
+def _to(model: nn.Module, engine: Engine, *args: Any, **kwargs: Any) -> nn.Module:
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    if dtype in (None, engine.options.dtype) and (
+        device is None or (device.type == engine.device.type and device.index in (None, engine.device.index))
+    ):
+        return model
+    raise OutcoreError(
+        f"an offloaded model stays where it was planned (computing on {engine.device} in "
+        f"{engine.options.dtype}): offload it anew for another device or type"
+    )
+
+
+def _refuse_apply(*_: Any, **__: Any) -> nn.Module:
+    raise OutcoreError("an offloaded model cannot be moved or cast; offload it anew")
+
+
+def _save_pretrained(
+    engine: Engine, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Save as the model's class does, in shards small enough to need little extra memory."""
+    kwargs.setdefault("max_shard_size", "2GB")
+    return original(path, *args, **kwargs)

@@ -1,0 +1,164 @@
+"""``offload``: from an ordinary model to one whose memory is planned and streamed.
+
+The path reads: check the options, find the units, open the books, place the weights, start the
+streams, patch the model.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from outcore.engine.model_patches import patch_model
+from outcore.engine.offloaded import Engine
+from outcore.engine.options import OffloadOptions, check_options
+from outcore.engine.placement import (
+    Source,
+    build_units,
+    move_buffers,
+    output_head,
+    place_units,
+    retie,
+)
+from outcore.errors import OutcoreError
+from outcore.store.ledger import Ledger
+from outcore.store.memory_limits import available_host_bytes
+from outcore.stream.lanes import Lane
+from outcore.stream.slots import Slots
+from outcore.units import format_bytes
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def offload(
+    model: Model,
+    *,
+    device: str | torch.device | None = None,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    micro_batch: int | None = None,
+    weights: str = "host",
+    state: str = "host",
+    activations: str = "auto",
+    dtype: torch.dtype = torch.bfloat16,
+    gradient_dtype: torch.dtype | None = None,
+    num_slots: int = 3,
+    num_visits: int | None = None,
+    compile: bool | None = None,
+) -> Model:
+    """Give the model's weights, gradients and optimizer state homes off the device, in place.
+
+    device: where the model computes; "cpu" is a device like any other. Default: a GPU if any.
+    device_memory, host_memory: budgets such as "24GiB"; what exceeds them is refused.
+    micro_batch: sequences that a block works on at a time; None picks a size.
+    weights, state: "host" or "device", the home of block weights and of optimizer state.
+    activations: "keep", "recompute", or "auto": keep as many blocks as the device budget allows.
+    dtype: bfloat16 computes in bf16 with an fp32 master; float32 is fp32 throughout.
+    gradient_dtype: the type in which gradients leave the device; None: the same as dtype.
+    num_slots: device buffers that streamed weights pass through.
+    num_visits: device buffers for optimizer state that is updated on the device; None: as fits.
+    compile: torch.compile the blocks and the loss; None: on a GPU.
+
+    Returns the same model. Edges (embedding, final norm, head) stay on the device.
+    """
+    options = check_options(
+        device=device,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        micro_batch=micro_batch,
+        weights=weights,
+        state=state,
+        activations=activations,
+        dtype=dtype,
+        gradient_dtype=gradient_dtype,
+        num_slots=num_slots,
+        num_visits=num_visits,
+        compile=compile,
+    )
+    meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if meta:
+        raise ValueError(
+            f"{meta[0]} and {len(meta) - 1} more parameters are on the meta device and have no "
+            "values: use outcore.load(directory) or outcore.from_config(config)"
+        )
+    return offload_from(model, options, source=None)
+
+
+def offload_from(model: Model, options: OffloadOptions, *, source: Source | None) -> Model:
+    """Offload ``model``; ``source`` gives the values of parameters that are on meta."""
+    if getattr(model, "_outcore_engine", None) is not None:
+        raise OutcoreError(
+            "this model is offloaded already; call outcore.release(model) before another offload"
+        )
+    units = build_units(model, options)
+    host_ledger, device_ledger = _open_books(options)
+    copy_in = Lane("copy-in", options.device)
+    try:
+        streamed = [u for u in units if u.part.is_block and options.weights == "host"]
+        slots = Slots(
+            streamed,
+            num_slots=options.num_slots,
+            device=options.device,
+            dtype=options.dtype,
+            copy_in=copy_in,
+            ledger=device_ledger,
+        )
+        head = output_head(model)
+        replaced = place_units(
+            units, options, host_ledger=host_ledger, device_ledger=device_ledger, source=source
+        )
+    except BaseException:
+        copy_in.close()
+        raise
+    retie(model, replaced)
+    move_buffers(model, options.device)
+    engine = Engine(
+        units,
+        options,
+        host_ledger=host_ledger,
+        device_ledger=device_ledger,
+        slots=slots,
+        copy_in=copy_in,
+    )
+    patch_model(model, engine, head)
+    return model
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """Return the engine of an offloaded model."""
+    engine = getattr(model, "_outcore_engine", None)
+    if not isinstance(engine, Engine):
+        raise ValueError("the model is not offloaded: call outcore.offload(model) first")
+    return engine
+
+
+def synchronize(model: nn.Module) -> None:
+    """Wait until every queued update is done, so that parameters can be read directly."""
+    engine_of(model).synchronize()
+
+
+def _open_books(options: OffloadOptions) -> tuple[Ledger, Ledger]:
+    available = available_host_bytes()
+    host_budget = options.host_memory_bytes
+    if host_budget is not None and available is not None and host_budget > available:
+        raise ValueError(
+            f"host_memory is {format_bytes(host_budget)}, but only {format_bytes(available)} are "
+            "available to this process"
+        )
+    if host_budget is None and available is not None:
+        host_budget = int(available * 0.97)
+    device_budget = options.device_memory_bytes
+    if options.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(options.device)
+        if device_budget is not None and device_budget > total:
+            raise ValueError(
+                f"device_memory is {format_bytes(device_budget)}, but the GPU has "
+                f"{format_bytes(total)}"
+            )
+        if device_budget is None:
+            device_budget = int(free * 0.98)
+        # The allocator itself refuses more: a budget that is only planned is not a budget.
+        torch.cuda.set_per_process_memory_fraction(min(1.0, device_budget / total), options.device)
+    return Ledger("host", host_budget), Ledger("device", device_budget)

@@ -1,0 +1,155 @@
+"""The engine of one offloaded model: its units, streams and books, and what holds them together."""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outcore.engine.activations import ActivationPolicy
+from outcore.engine.options import OffloadOptions
+from outcore.optim.backend import OptimizerBackend
+from outcore.store.ledger import Ledger
+from outcore.stream.lanes import Lane
+from outcore.stream.slots import Slots
+from outcore.stream.unit import Unit
+
+# Part of the budget that the allocator's rounding and fragmentation may take.
+_SLACK = 0.04
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierReport:
+    """One tier's budget, peak and what it holds."""
+
+    tier: str
+    budget_bytes: int | None
+    peak_bytes: int
+    purposes: dict[str, int]
+
+
+class Engine:
+    """Owns everything that ``offload`` made for one model."""
+
+    def __init__(
+        self,
+        units: list[Unit],
+        options: OffloadOptions,
+        *,
+        host_ledger: Ledger,
+        device_ledger: Ledger,
+        slots: Slots,
+        copy_in: Lane,
+        backend_of: type[OptimizerBackend] = OptimizerBackend,
+    ) -> None:
+        from outcore.optim.backend import OptimizerPlacement
+
+        self.units = units
+        self.options = options
+        self.host_ledger = host_ledger
+        self.device_ledger = device_ledger
+        self.slots = slots
+        self.defers_logits = False
+        self.policy = ActivationPolicy(
+            options.activations,
+            num_blocks=sum(unit.part.is_block for unit in units),
+            spare_bytes=self.spare_device_bytes,
+        )
+        self.backend = backend_of(
+            units,
+            OptimizerPlacement(
+                state_home=options.state,
+                wire_dtype=options.gradient_dtype,
+                num_visits=options.num_visits,
+            ),
+            device=options.device,
+            host_ledger=host_ledger,
+            device_ledger=device_ledger,
+            prefetch=slots.prefetch,
+            spare_device_bytes=self.spare_device_bytes,
+        )
+        # An input of every block that wants a gradient, so that autograd visits the block even
+        # when only its weights are trained.
+        self.anchor: Tensor = torch.zeros((), device=options.device, requires_grad=True)
+        self._copy_in = copy_in
+        self._is_closed = False
+        _open_engines.add(self)
+
+    @property
+    def device(self) -> torch.device:
+        return self.options.device
+
+    def spare_device_bytes(self) -> int:
+        """Return what the budget leaves after the highest use so far."""
+        budget = self.device_ledger.budget_bytes
+        if budget is None:
+            return 0
+        used = self.device_peak_bytes()
+        if self.device.type == "cuda":
+            # Visits are allocated after the first step, whose peak does not hold them.
+            used += self.device_ledger.peaks().get("state visits", 0)
+        else:
+            # The CPU device's books have no temporaries: leave room for one block's graph.
+            used += max(self.policy.largest_bytes(), 1)
+        return max(0, int(budget * (1 - _SLACK)) - used)
+
+    def device_peak_bytes(self) -> int:
+        """Return the most device memory that was in use at a time."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return self.device_ledger.peak_bytes
+
+    def report(self) -> list[TierReport]:
+        """Return where everything lives, tier by tier."""
+        return [
+            TierReport(
+                tier="device",
+                budget_bytes=self.device_ledger.budget_bytes,
+                peak_bytes=self.device_peak_bytes(),
+                purposes=self.device_ledger.peaks(),
+            ),
+            TierReport(
+                tier="host",
+                budget_bytes=self.host_ledger.budget_bytes,
+                peak_bytes=self.host_ledger.peak_bytes,
+                purposes=self.host_ledger.peaks(),
+            ),
+        ]
+
+    def synchronize(self) -> None:
+        """Wait until every queued update is done, so that parameters can be read."""
+        for unit in self.units:
+            unit.block_until_updated()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def weights_replaced(self) -> None:
+        """Say that parameters were written from outside, after ``synchronize``."""
+        for unit in self.units:
+            unit.update_queued([])
+            if unit.remainder is not None:
+                unit.remainder.zero_()  # the master is now what was written
+            state = self.backend.states.get(unit.index)
+            if state is not None and unit.device_weight is not None:
+                state.weight.copy_(unit.device_weight[: state.weight.numel()])
+        self.backend.state_replaced()
+
+    def close(self) -> None:
+        """End every background thread. Parameters stay readable where they are."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.backend.close()
+        self._copy_in.close()
+
+
+_open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for engine in list(_open_engines):
+        engine.close()

@@ -1,0 +1,180 @@
+"""Moving a model's parameters into their homes, one unit at a time.
+
+Everything that can be refused is refused before the first parameter is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from outcore.blocks import Part, find_parts
+from outcore.engine.options import OffloadOptions
+from outcore.errors import UnsupportedModel
+from outcore.kernels import split_master_
+from outcore.store.host_arena import HostArena, aligned_bytes
+from outcore.store.ledger import Ledger
+from outcore.store.spans import SpanLayout
+from outcore.stream.unit import Unit
+
+Source = Callable[[Part], dict[str, Tensor]]
+Replaced = dict[int, tuple[nn.Parameter, nn.Parameter]]  # by id: a meta parameter and the real one
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def build_units(model: nn.Module, options: OffloadOptions) -> list[Unit]:
+    """Return the model's units, with no memory yet."""
+    heads = [m for m in (_embedding(model, "input"), _embedding(model, "output")) if m is not None]
+    units = []
+    for part in find_parts(model):
+        for name, parameter in part.parameters.items():
+            if parameter.dtype not in _DTYPES:
+                raise UnsupportedModel(
+                    f"parameter {part.name}.{name} is {parameter.dtype}: only fp32, bf16, fp16 and "
+                    "fp64 weights can be offloaded. Load the model unquantized."
+                )
+        units.append(
+            Unit(
+                index=len(units),
+                part=part,
+                arrives_whole=part.is_block or runs_as_block(part, heads),
+                layout=SpanLayout.of(part.parameters),
+                dtype=options.dtype,
+            )
+        )
+    return units
+
+
+def runs_as_block(part: Part, heads: list[nn.Module]) -> bool:
+    """Whether an edge is norm-like, so that it runs over micro-batches and is recomputed too."""
+    return (
+        not part.is_block
+        and part.module not in heads
+        and next(part.module.children(), None) is None
+        and not isinstance(part.module, nn.Embedding)
+        and all(parameter.dim() == 1 for parameter in part.parameters.values())
+        and len(part.parameters) == len(dict(part.module.named_parameters()))
+    )
+
+
+def place_units(
+    units: list[Unit],
+    options: OffloadOptions,
+    *,
+    host_ledger: Ledger,
+    device_ledger: Ledger,
+    source: Source | None = None,
+) -> Replaced:
+    """Allocate every unit's home, then move the weights into it.
+
+    ``source`` gives the tensors of a part whose parameters are on the meta device; such parameters
+    are replaced, and returned beside what replaced them.
+    """
+    streamed = [u for u in units if u.part.is_block and options.weights == "host"]
+    with_remainder = [u for u in units if _needs_remainder(u, is_loaded_later=source is not None)]
+    pin = options.device.type == "cuda"
+    resident = [u for u in units if u not in streamed]
+    device_ledger.take(
+        "resident weights",
+        sum(u.layout.numel * u.dtype.itemsize for u in resident),
+        remedy='Use weights="host", or a larger device_memory.',
+    )
+    arena = remainders = None
+    if streamed:
+        total = sum(aligned_bytes(u.layout.numel, u.dtype) for u in streamed)
+        arena = HostArena(total, purpose="weights", ledger=host_ledger, pin=pin)
+    if with_remainder:
+        total = sum(aligned_bytes(u.layout.trainable_numel, torch.int16) for u in with_remainder)
+        remainders = HostArena(total, purpose="optimizer state", ledger=host_ledger, pin=pin)
+    for unit in units:
+        if unit in streamed:
+            assert arena is not None
+            unit.host_weight = arena.span(unit.layout.numel, unit.dtype)
+        else:
+            unit.device_weight = torch.zeros(
+                unit.layout.numel, dtype=unit.dtype, device=options.device
+            )
+        if unit in with_remainder:
+            assert remainders is not None
+            unit.remainder = remainders.span(unit.layout.trainable_numel, torch.int16)
+    replaced: Replaced = {}
+    for unit in units:
+        _move_in(unit, source(unit.part) if source is not None else None, replaced)
+    return replaced
+
+
+def _needs_remainder(unit: Unit, *, is_loaded_later: bool) -> bool:
+    """Whether bf16 would round the weights away that the model came with."""
+    if unit.dtype != torch.bfloat16 or is_loaded_later:
+        return False
+    trainable = [unit.parameters[f.name] for f in unit.layout.trainable]
+    return any(p.dtype != torch.bfloat16 for p in trainable)
+
+
+def _move_in(unit: Unit, loaded: dict[str, Tensor] | None, replaced: Replaced) -> None:
+    """Copy the unit's weights into its home and let its parameters point there."""
+    home = unit.host_weight if unit.host_weight is not None else unit.device_weight
+    assert home is not None
+    places = unit.layout.separate(home)
+    for field in unit.layout.fields:
+        parameter = unit.parameters[field.name]
+        values = loaded[field.name] if loaded is not None else parameter.data
+        if values.shape != field.shape:
+            raise ValueError(
+                f"{unit.full_name(field.name)} has shape {tuple(values.shape)} in the checkpoint "
+                f"and {tuple(field.shape)} in the model"
+            )
+        place = places[field.name]
+        if unit.remainder is not None and field.trainable:
+            master = values.float().reshape(-1).contiguous().to(place.device)
+            remainder = unit.remainder[field.offset : field.end]
+            split_into = remainder.to(place.device) if place.device != remainder.device else remainder
+            split_master_(master, place.view(-1), split_into)
+            remainder.copy_(split_into)
+        else:
+            place.copy_(values)
+        parameter.grad = None
+        if not parameter.is_meta:
+            parameter.data = place  # the object stays: whoever holds it sees the new home
+            continue
+        owner, leaf = _owner(unit.part.module, field.name)
+        real = nn.Parameter(place, requires_grad=parameter.requires_grad)
+        owner._parameters[leaf] = unit.parameters[field.name] = real
+        replaced[id(parameter)] = parameter, real
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return module.get_submodule(path), leaf
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move every buffer (rotary tables, masks) to the device: they are small and always used."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def retie(model: nn.Module, replaced: Replaced) -> None:
+    """Point tied names at the parameter objects that replaced meta ones."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in replaced:
+                module._parameters[name] = replaced[id(parameter)][1]
+
+
+def _embedding(model: nn.Module, side: str) -> nn.Module | None:
+    getter = getattr(model, f"get_{side}_embeddings", None)
+    try:
+        return getter() if getter is not None else None
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def output_head(model: nn.Module) -> nn.Linear | None:
+    """Return the plain linear layer that makes the logits, None if there is none."""
+    head = _embedding(model, "output")
+    return head if type(head) is nn.Linear else None

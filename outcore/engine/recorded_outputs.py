@@ -1,0 +1,46 @@
+"""Outputs that transformers records inside blocks (router logits, attention weights).
+
+transformers collects them through hooks on inner modules. Inside a block function those tensors
+have no graph, and a recompute would record them twice. So a block's recordings become outputs of
+the block function, and are handed to the model's own collector afterwards, with their gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # an older transformers 5, which records nothing this way
+    _active_collector = None
+
+Recording = dict[str, list[Any]]
+
+
+def wanted() -> bool:
+    """Whether the running forward asked for anything that a block records inside."""
+    collector = _active_collector.get() if _active_collector is not None else None
+    return bool(collector) and any(key != "hidden_states" for key in collector)
+
+
+def call_recording(function: Any, *args: Any, keys: tuple[str, ...]) -> tuple[Any, Recording]:
+    """Run ``function`` with a collector of its own; return its output and the recordings."""
+    recording: Recording = {key: [] for key in keys}
+    token = _active_collector.set(recording)
+    try:
+        output = function(*args)
+    finally:
+        _active_collector.reset(token)
+    return output, recording
+
+
+def keys() -> tuple[str, ...]:
+    """Return what blocks record; hidden states are recorded around them, not inside."""
+    collector = _active_collector.get() if _active_collector is not None else None
+    return tuple(k for k in collector or () if k != "hidden_states" and not k.startswith("_"))
+
+
+def hand_over(recording: Recording) -> None:
+    collector = _active_collector.get()
+    for key, values in recording.items():
+        collector[key].extend(values)

@@ -1,0 +1,153 @@
+"""A block as the engine sees it: where its weights are, how it runs, where its gradient goes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outcore.engine import activations
+from outcore.engine.activations import ActivationPolicy, SavedBytes
+from outcore.engine.block_body import BlockBody, compiled_body, run_body
+from outcore.engine.micro_batch import MicroBatches
+from outcore.errors import OutcoreError
+from outcore.optim.backend import OptimizerBackend
+from outcore.optim.gradients import Accumulator
+from outcore.store.ledger import Hold, Ledger
+from outcore.stream.slots import Slots
+from outcore.stream.unit import Unit
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockServices:
+    """What all blocks of a model share."""
+
+    device: torch.device
+    slots: Slots
+    backend: OptimizerBackend
+    policy: ActivationPolicy
+    device_ledger: Ledger
+    micro_batch: int | None
+    is_compiled: bool
+
+
+class StreamedBlock:
+    """One block. ``position`` counts blocks from the input; edges that run as blocks have None."""
+
+    def __init__(
+        self, unit: Unit, module: nn.Module, services: BlockServices, position: int | None
+    ) -> None:
+        self.unit = unit
+        self.device = services.device
+        self.micro_batch = services.micro_batch
+        self.cannot_split = False
+        self.trainable_names = [f"block.{f.name}" for f in unit.layout.trainable]
+        self._services = services
+        self._position = position
+        self._body = BlockBody(module)
+        self._flat: Tensor | None = None  # the weights on the device, while they are acquired
+        self._counted: tuple[activations.Signature, SavedBytes, int] | None = None
+
+    @property
+    def body(self) -> BlockBody:
+        return self._body
+
+    @contextlib.contextmanager
+    def weights(self, phase: str) -> Iterator[dict[str, Tensor]]:
+        """Hold the block's weights on the device; fetches the next block's meanwhile."""
+        flat = self._services.slots.acquire(self.unit, phase)
+        self._flat = flat
+        try:
+            with torch.no_grad():
+                views = self.unit.layout.views(flat.detach())
+            trainable = {f.name for f in self.unit.layout.trainable}
+            yield {
+                f"block.{name}": view.requires_grad_(name in trainable)
+                for name, view in views.items()
+            }
+        finally:
+            self._services.slots.release(self.unit)
+
+    def run(self, weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        function: Callable[..., Any] = run_body
+        if self._services.is_compiled and self._position is not None:
+            function = compiled_body()
+        return function(self._body, weights, args, kwargs)
+
+    def run_eagerly(
+        self, weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return run_body(self._body, weights, args, kwargs)
+
+    def decides_to_keep(self, tensors: Sequence[Tensor], batches: MicroBatches) -> bool:
+        if self._position is None:
+            return False
+        return self._services.policy.keeps(self._position, _signature(tensors, batches))
+
+    def hold_bytes(self, tensors: Sequence[Tensor], batches: MicroBatches, *, keep: bool) -> Hold:
+        """Enter the call's inputs, and activations if kept, in the device's books."""
+        purpose, num_bytes = "block inputs", _input_bytes(tensors, batches)
+        if keep:
+            purpose = "kept activations"
+            num_bytes += self._services.policy.bytes_of(_signature(tensors, batches))
+        return self._services.device_ledger.hold(
+            purpose,
+            num_bytes,
+            remedy="Use fewer or shorter sequences a step, or a larger device_memory.",
+        )
+
+    @contextlib.contextmanager
+    def saving(
+        self, inputs: Sequence[Tensor], batches: MicroBatches, tensors: Sequence[Tensor], *, keep: bool
+    ) -> Iterator[None]:
+        """Watch what the block saves: to keep it without its weights, or to learn its size once."""
+        policy, signature = self._services.policy, _signature(tensors, batches)
+        measure = self._position is not None and not policy.is_measured(signature)
+        if not (keep or measure):
+            yield
+            return
+        assert self._flat is not None
+        count = SavedBytes([self._flat, *inputs]) if measure else None
+        with activations.saving(
+            slot=self._flat, slot_now=self._weights_now, rebind=keep, count=count
+        ):
+            yield
+        if count is not None:
+            policy.measured(signature, count.num_bytes * len(batches.bounds))
+
+    def accumulator(self) -> Accumulator | None:
+        """Return where the block's weight gradients add up; None if it has no trainable ones."""
+        if not self.trainable_names:
+            return None
+        gradients = self._services.backend.gradients
+        if gradients is None:
+            raise OutcoreError(
+                "backward() found no optimizer: create outcore.AdamW(model) first, so that "
+                "gradients have a place to go"
+            )
+        return gradients.accumulator(self.unit)
+
+    def finish(self, accumulator: Accumulator) -> None:
+        assert self._services.backend.gradients is not None
+        self._services.backend.gradients.finish(accumulator)
+
+    def _weights_now(self) -> Tensor:
+        assert self._flat is not None
+        return self._flat
+
+
+def _signature(tensors: Sequence[Tensor], batches: MicroBatches) -> activations.Signature:
+    return (*(tuple(t.shape) for t in tensors), tuple(batches.bounds))
+
+
+def _input_bytes(tensors: Sequence[Tensor], batches: MicroBatches) -> int:
+    """Count what this call alone keeps alive: hidden states, not the tables that all share."""
+    return sum(
+        t.nbytes
+        for t in tensors
+        if t.is_floating_point() and t.dim() == 3 and t.shape[0] == batches.batch
+    )

@@ -1,0 +1,30 @@
+"""The errors that Outcore raises for what the environment or the model cannot give.
+
+What a caller passed wrongly is a plain ``ValueError``; these are for everything else.
+"""
+
+from __future__ import annotations
+
+
+class OutcoreError(Exception):
+    """Base class of Outcore's own errors."""
+
+
+class OutOfBudget(OutcoreError, MemoryError):
+    """A tier has no room for what was asked; the message has the numbers and the remedy."""
+
+
+class UnsupportedModel(OutcoreError, ValueError):
+    """The model has a structure that cannot be offloaded; nothing was changed."""
+
+
+class NonFiniteGradient(OutcoreError, ArithmeticError):
+    """A gradient holds an infinity or a NaN; names the blocks where it was found."""
+
+
+class LaneError(OutcoreError, RuntimeError):
+    """Work on a background lane failed; the original error is the cause."""
+
+
+class StoreError(OutcoreError, OSError):
+    """A store could not read, write or map its bytes."""

@@ -1,0 +1,1 @@
+"""AdamW over offloaded parameters: gradients, optimizer state, and who updates what when."""

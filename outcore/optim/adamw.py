@@ -1,0 +1,334 @@
+"""AdamW over the parameters of an offloaded model, as a ``torch.optim.Optimizer``.
+
+``step()`` knows the global gradient norm, decides on clipping and non-finite values before any
+state changes, queues the updates in the order in which the next forward needs them, and returns:
+the forward waits, unit by unit, only for what it uses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outcore.errors import NonFiniteGradient
+from outcore.kernels import AdamWScalars
+from outcore.optim.backend import OptimizerBackend
+from outcore.optim.updates import Chunk, ChunkUpdate, Segment
+from outcore.stream.lanes import Fence
+
+ParamsArg = nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]]
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW (decoupled weight decay) whose state lives where ``offload`` placed it.
+
+    ``params``: the offloaded model, some of its parameters, or param groups as torch takes them.
+    ``max_grad_norm``: clip the global gradient norm to this, exactly; None for no clipping.
+    ``on_non_finite``: "raise" NonFiniteGradient, or "skip" the step; either way nothing changes.
+    ``update_during_backward``: start updates while the backward still runs. It excludes clipping
+    and more than one ``backward()`` a step, and a non-finite gradient is found only after earlier
+    blocks were updated.
+    """
+
+    def __init__(
+        self,
+        params: ParamsArg,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        max_grad_norm: float | None = None,
+        on_non_finite: str = "raise",
+        update_during_backward: bool = False,
+    ) -> None:
+        _check(lr, betas, eps, weight_decay, max_grad_norm, on_non_finite)
+        if update_during_backward and max_grad_norm is not None:
+            raise ValueError(
+                "update_during_backward needs max_grad_norm=None: the global norm is known only "
+                "after the whole backward"
+            )
+        self.max_grad_norm = max_grad_norm
+        self.on_non_finite = on_non_finite
+        self.update_during_backward = update_during_backward
+        self.grad_norm: float | None = None  # of the last step, before clipping
+        self.num_skipped_steps = 0
+        self._step = 0
+        self._updated_chunks: set[tuple[int, int]] = set()  # since the last step()
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(_as_groups(params), defaults)
+        backend = _backend_of(self.param_groups)
+        self._backend = backend
+        self._segments = self._find_segments()
+        backend.start(self, passing=self._update_now if update_during_backward else None)
+        self._show_state()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Decide on this step's gradients, queue the updates, and return without waiting."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._backend.check_alive()
+        if self.update_during_backward:
+            self._end_passing_step()
+            return loss
+        chunks = [chunk for chunk in self._backend.chunks if self._backend.has_gradient(chunk)]
+        if not chunks:
+            return loss
+        clip = self._clip_factor()
+        if clip is None:
+            self.num_skipped_steps += 1
+            return loss
+        self._step += 1
+        scalars = self._scalars(clip)
+        now = self._backend.compute_fence()  # whatever still reads the weights goes first
+        updates = []
+        for chunk in chunks:
+            gradient, arrived = self._backend.waiting_gradient(chunk)
+            updates.append(self._update(chunk, scalars, gradient, [*arrived, now]))
+        self._backend.queue(updates)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; the next ``backward()`` starts from zero."""
+        super().zero_grad(set_to_none)
+        self._backend.clear_gradients()
+
+    def synchronize(self) -> None:
+        """Wait until every queued update is done."""
+        self._backend.synchronize()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as torch's AdamW does; tensors are views of the homes, not copies.
+
+        ``remainder`` holds the 16 bits of the fp32 master that the bf16 weight rounds away.
+        """
+        self.synchronize()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in self.state:
+                    self.state[parameter]["step"] = torch.tensor(float(self._step))
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned, or the state of a ``torch.optim.AdamW``."""
+        self.synchronize()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        saved = state_dict["state"]
+        _check_groups(self.param_groups, state_dict["param_groups"])
+        steps = {int(entry["step"]) for entry in saved.values() if "step" in entry}
+        if len(steps) > 1:
+            raise ValueError(f"parameters were saved at different steps: {sorted(steps)}")
+        for index, parameter in enumerate(parameters):
+            for name, value in saved.get(index, {}).items():
+                target = self.state[parameter].get(name)
+                if name != "step" and isinstance(target, Tensor):
+                    if target.shape != value.shape:
+                        raise ValueError(
+                            f"state {name} of parameter {index} has shape {tuple(value.shape)}, "
+                            f"needs {tuple(target.shape)}"
+                        )
+                    target.copy_(value)
+        for group, entry in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({k: v for k, v in entry.items() if k != "params"})
+        self._step = steps.pop() if steps else 0
+        self._backend.state_replaced()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "_backend"):
+            raise ValueError("give all parameters to AdamW at once: its state is laid out up front")
+        super().add_param_group(param_group)
+
+    def _clip_factor(self) -> float | None:
+        """Return the factor for all gradients; None to skip the step."""
+        squares = self._backend.squared_norms()
+        total = math.fsum(squares.values()) if all(map(math.isfinite, squares.values())) else None
+        if total is None:
+            self.grad_norm = math.nan
+            bad = sorted({self._backend.name_of(key) for key in squares if not _ok(squares[key])})
+            if self.on_non_finite == "skip":
+                return None
+            raise NonFiniteGradient(
+                f"the gradient is not finite in {', '.join(bad)} (step {self._step + 1}); no "
+                "state was changed. Look at the loss of this batch, lower lr, or pass "
+                'on_non_finite="skip".'
+            )
+        self.grad_norm = math.sqrt(total)
+        if self.max_grad_norm is None:
+            return 1.0
+        return min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
+
+    def _scalars(self, grad_scale: float = 1.0) -> list[AdamWScalars]:
+        return [
+            AdamWScalars.of(
+                lr=float(group["lr"]),
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=self._step,
+                grad_scale=grad_scale,
+            )
+            for group in self.param_groups
+        ]
+
+    def _update(
+        self,
+        chunk: Chunk,
+        scalars: list[AdamWScalars],
+        gradient: Callable[[], Tensor],
+        after: list[Fence],
+        on_read: Callable[[Fence | None], None] | None = None,
+    ) -> ChunkUpdate:
+        return ChunkUpdate(
+            chunk=chunk,
+            state=self._backend.states[chunk.unit.index],
+            segments=self._segments[chunk.unit.index],
+            scalars=scalars,
+            gradient=gradient,
+            after=after,
+            on_read=on_read,
+        )
+
+    def _update_now(
+        self,
+        chunk: Chunk,
+        gradient: Callable[[], Tensor],
+        after: list[Fence],
+        on_read: Callable[[Fence | None], None],
+    ) -> None:
+        """Queue an update while the backward still runs."""
+        if chunk.key in self._updated_chunks:
+            raise RuntimeError(
+                f"{chunk.unit.name} got a second gradient before step(), but its update has "
+                "already begun: update_during_backward allows one backward() for each step(), "
+                "and each block once in a forward. Leave the option off to add gradients up."
+            )
+        if not self._updated_chunks:
+            self._step += 1
+        self._updated_chunks.add(chunk.key)
+        self._backend.queue([self._update(chunk, self._scalars(), gradient, after, on_read)])
+
+    def _end_passing_step(self) -> None:
+        self._updated_chunks.clear()
+        self._backend.begin_forward()
+        squares = self._backend.squared_norms()
+        bad = sorted({self._backend.name_of(key) for key in squares if not _ok(squares[key])})
+        self.grad_norm = math.sqrt(math.fsum(squares.values())) if not bad else math.nan
+        self._backend.clear_gradients()
+        if bad:
+            raise NonFiniteGradient(
+                f"the gradient is not finite in {', '.join(bad)} (step {self._step}), and "
+                "update_during_backward has already applied it: load the last checkpoint."
+            )
+
+    def _find_segments(self) -> dict[int, list[Segment]]:
+        """Return each unit's runs of elements that belong to one param group."""
+        group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
+        segments: dict[int, list[Segment]] = {}
+        for unit in self._backend.units:
+            runs: list[Segment] = []
+            for field in unit.layout.trainable:
+                group = group_of.get(id(unit.parameters[field.name]))
+                if group is None:
+                    continue
+                if runs and runs[-1].group == group and field.offset - runs[-1].end < 128:
+                    runs[-1] = Segment(start=runs[-1].start, end=field.end, group=group)
+                else:
+                    runs.append(Segment(start=field.offset, end=field.end, group=group))
+            segments[unit.index] = runs
+        return segments
+
+    def _show_state(self) -> None:
+        """Fill ``self.state`` with views, as users of torch's optimizers expect to find it."""
+        in_groups = {id(p) for group in self.param_groups for p in group["params"]}
+        for unit in self._backend.units:
+            state = self._backend.states[unit.index]
+            for field in unit.layout.trainable:
+                parameter = unit.parameters[field.name]
+                if id(parameter) not in in_groups:
+                    continue
+                cut = slice(field.offset, field.end)
+                entry: dict[str, Any] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": state.exp_avg[cut].view(field.shape),
+                    "exp_avg_sq": state.exp_avg_sq[cut].view(field.shape),
+                }
+                if state.remainder is not None:
+                    entry["remainder"] = state.remainder[cut].view(field.shape)
+                self.state[parameter] = entry
+
+
+def _ok(square: float) -> bool:
+    return math.isfinite(square)
+
+
+def _as_groups(params: ParamsArg) -> Any:
+    """Return param groups without frozen parameters, which have no state."""
+    if isinstance(params, nn.Module):
+        params = list(params.parameters())
+    groups = list(params)
+    if not groups:
+        raise ValueError("AdamW got an empty parameter list")
+    if not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    trimmed = []
+    for group in groups:
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        trimmed.append({**group, "params": [p for p in members if p.requires_grad]})
+    if not any(group["params"] for group in trimmed):
+        raise ValueError("AdamW got no trainable parameter: every one has requires_grad=False")
+    return trimmed
+
+
+def _backend_of(param_groups: list[dict[str, Any]]) -> OptimizerBackend:
+    backend: OptimizerBackend | None = None
+    for group in param_groups:
+        for parameter in group["params"]:
+            found = getattr(parameter, "_outcore", None)
+            if found is None:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} does not belong to an "
+                    "offloaded model: call outcore.offload(model) first, and pass the model's "
+                    "own parameters"
+                )
+            if backend is not None and found is not backend:
+                raise ValueError("one AdamW cannot hold parameters of two offloaded models")
+            backend = found
+    assert backend is not None
+    return backend
+
+
+def _check(
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    max_grad_norm: float | None,
+    on_non_finite: str,
+) -> None:
+    if not lr >= 0:
+        raise ValueError(f"lr must be 0 or more, not {lr}")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers in [0, 1), not {betas}")
+    if not eps >= 0:
+        raise ValueError(f"eps must be 0 or more, not {eps}")
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay must be 0 or more, not {weight_decay}")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm must be more than 0, or None, not {max_grad_norm}")
+    if on_non_finite not in ("raise", "skip"):
+        raise ValueError(f'on_non_finite must be "raise" or "skip", not {on_non_finite!r}')
+
+
+def _check_groups(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    sizes = [len(group["params"]) for group in ours], [len(group["params"]) for group in theirs]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"param groups have {sizes[1]} parameters each, this one has {sizes[0]}")

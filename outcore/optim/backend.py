@@ -1,0 +1,236 @@
+"""What an optimizer works with: the state's homes, the gradients' ways, and the updaters.
+
+``offload`` makes one backend for each model; ``AdamW`` starts it, because only then is it known
+which parameters are trained and whether gradients have to wait for clipping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outcore.errors import OutcoreError
+from outcore.optim.gradients import Gradients, PassingSink, WaitingSink
+from outcore.optim.host_updater import HostUpdater
+from outcore.optim.state import UnitState, build_on_device, build_on_host
+from outcore.optim.updates import Chunk, ChunkUpdate, UpdateQueue, chunks_of
+from outcore.optim.visitor import Visitor, visit_bytes
+from outcore.store.ledger import Ledger
+from outcore.stream.lanes import Fence, Lane
+from outcore.stream.unit import Unit
+
+MAX_CHUNK_ELEMENTS = 1 << 26
+MAX_VISITS = 10
+MIN_VISITS = 2  # one comes while the other goes
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerPlacement:
+    """Where optimizer state lives and in which type gradients travel."""
+
+    state_home: str
+    wire_dtype: torch.dtype
+    num_visits: int | None  # None: as many as the device budget leaves room for
+
+
+class OptimizerBackend:
+    """State, gradients and updates of one offloaded model."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        placement: OptimizerPlacement,
+        *,
+        device: torch.device,
+        host_ledger: Ledger,
+        device_ledger: Ledger,
+        prefetch: Callable[[], None],
+        spare_device_bytes: Callable[[], int],
+    ) -> None:
+        self.units = [unit for unit in units if unit.layout.trainable_numel]
+        self.states: dict[int, UnitState] = {}
+        self.gradients: Gradients | None = None
+        self.num_visits = 0
+        self._placement = placement
+        self._device = device
+        self._host_ledger = host_ledger
+        self._device_ledger = device_ledger
+        self._prefetch = prefetch
+        self._spare_device_bytes = spare_device_bytes
+        self._pin = device.type == "cuda"
+        self._waiting: WaitingSink | None = None
+        self._queue: UpdateQueue | None = None
+        self._lanes: list[Lane] = []
+        self._host: HostUpdater | None = None
+        self._visitor: Visitor | None = None
+        self._visitor_decided = False
+        largest = max((unit.layout.trainable_numel for unit in self.units), default=1)
+        # Small models get several chunks too: the machinery is the same at every size.
+        self.chunks = chunks_of(self.units, min(MAX_CHUNK_ELEMENTS, max(1 << 10, largest // 3)))
+
+    def start(self, owner: Any, *, passing: Callable[..., None] | None) -> None:
+        """Allocate state and gradient homes. ``passing`` takes updates during the backward."""
+        if self.states:
+            raise OutcoreError(
+                "this model already has an outcore.AdamW; its state would be built a second time. "
+                "Use the first one, or offload the model anew."
+            )
+        on_host = self._placement.state_home == "host"
+        if on_host:
+            built = build_on_host(self.units, ledger=self._host_ledger, pin=self._pin)
+        else:
+            built = build_on_device(self.units, device=self._device, ledger=self._device_ledger)
+        self.states = {unit.index: state for unit, state in zip(self.units, built, strict=True)}
+        copy_out, copy_back = Lane("copy-out", self._device), Lane("copy-back", self._device)
+        refresh = Lane("refresh", self._device)
+        self._lanes = [copy_out, copy_back, refresh]
+        wire_dtype = self._placement.wire_dtype
+        if passing is not None and on_host:
+            sink: WaitingSink | PassingSink = PassingSink(
+                self.chunks,
+                wire_dtype=wire_dtype,
+                copy_out=copy_out,
+                host_ledger=self._host_ledger,
+                pin=self._pin,
+                submit=passing,
+            )
+        else:
+            if passing is not None:
+                raise ValueError('update_during_backward needs state="host"')
+            sink = self._waiting = WaitingSink(
+                self.units,
+                home=self._placement.state_home,
+                device=self._device,
+                wire_dtype=wire_dtype,
+                copy_out=copy_out,
+                copy_back=copy_back,
+                host_ledger=self._host_ledger,
+                device_ledger=self._device_ledger,
+                pin=self._pin,
+            )
+        self.gradients = Gradients(
+            self.units,
+            sink,
+            device=self._device,
+            wire_dtype=wire_dtype,
+            ledger=self._device_ledger,
+        )
+        if on_host:
+            self._queue = UpdateQueue()
+            self._host = HostUpdater(self._queue, refresh=refresh)
+
+    def has_gradient(self, chunk: Chunk) -> bool:
+        assert self._waiting is not None
+        return self._waiting.has_gradient(chunk)
+
+    def waiting_gradient(self, chunk: Chunk) -> tuple[Callable[[], Tensor], list[Fence]]:
+        assert self._waiting is not None
+        return self._waiting.gradient(chunk)
+
+    def squared_norms(self) -> dict[tuple[int, str], float]:
+        assert self.gradients is not None
+        return self.gradients.squared_norms()
+
+    def name_of(self, key: tuple[int, str]) -> str:
+        unit = next(unit for unit in self.units if unit.index == key[0])
+        return unit.full_name(key[1]) if key[1] else unit.name
+
+    def compute_fence(self) -> Fence:
+        return Fence.after_compute(self._device)
+
+    def queue(self, updates: list[ChunkUpdate]) -> None:
+        """Hand updates over; units whose weights they change are marked before anyone starts."""
+        if self._waiting is not None:
+            self._start_visitor_once()
+        for update in updates:
+            unit = update.chunk.unit
+            unit.update_queued([*(f for f in unit.pending if not f.is_done), update.done])
+        if self._queue is not None:
+            self._queue.push(updates)
+        else:
+            for update in updates:
+                self._update_on_device(update)
+        if self._waiting is not None:
+            self._prefetch()
+
+    def begin_forward(self) -> None:
+        """Say that all updates of this step have been queued, in passing mode."""
+        self._start_visitor_once()
+        self._prefetch()
+
+    def clear_gradients(self) -> None:
+        if self._waiting is not None:
+            self._waiting.clear()
+        if self.gradients is not None:
+            self.gradients.clear_norms()
+
+    def synchronize(self) -> None:
+        for unit in self.units:
+            unit.block_until_updated()
+
+    def state_replaced(self) -> None:
+        """Say that state or weights were written from outside: copies on the device are stale."""
+        if self._visitor is not None:
+            self._visitor.forget_staged()
+
+    def check_alive(self) -> None:
+        if self.gradients is None:
+            raise OutcoreError("the model of this optimizer was released by outcore.release()")
+
+    def close(self) -> None:
+        """End every thread; updates that nobody took fail with a clear error."""
+        if self._queue is not None:
+            for update in self._queue.close():
+                update.fail(OutcoreError("the optimizer was closed before this update"))
+        for lane in self._lanes:
+            lane.close()
+        if self._host is not None:
+            self._host.join()
+        if self._visitor is not None:
+            self._visitor.join()
+        self.gradients = None
+
+    def _start_visitor_once(self) -> None:
+        """Start the visitor after a first whole step, when the device's peak is known."""
+        if self._visitor_decided or self._queue is None:
+            return
+        self._visitor_decided = True
+        schedule = [(chunk, self.states[chunk.unit.index]) for chunk in self.chunks]
+        numel = max(chunk.numel for chunk in self.chunks)
+        each = visit_bytes(schedule[0][1], numel, self._placement.wire_dtype)
+        num_visits = self._placement.num_visits
+        if num_visits is None:
+            room = self._spare_device_bytes() // each if self._device.type == "cuda" else 0
+            num_visits = min(MAX_VISITS, room)
+            num_visits = num_visits if num_visits >= MIN_VISITS else 0
+        if num_visits == 0:
+            return
+        self._device_ledger.take(
+            "state visits", num_visits * each, remedy="Use a larger device_memory or fewer visits."
+        )
+        self.num_visits = num_visits
+        self._visitor = Visitor(
+            self._queue,
+            schedule,
+            num_visits=num_visits,
+            device=self._device,
+            gradient_dtype=self._placement.wire_dtype,
+        )
+
+    def _update_on_device(self, update: ChunkUpdate) -> None:
+        """Run an update whose state is on the device, in the order of the compute stream."""
+        for fence in update.after:
+            fence.before_compute()
+        home, *rest = update.home_tensors()
+        if home.device == self._device:
+            update.apply([home, *rest], update.gradient())
+        else:
+            visiting = home.to(self._device, non_blocking=True)
+            update.apply([visiting, *rest], update.gradient())
+            home.copy_(visiting, non_blocking=True)
+        update.done.event = self.compute_fence().event
+        update.done.mark_issued()

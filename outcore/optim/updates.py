@@ -1,0 +1,184 @@
+"""Chunk updates: the unit of optimizer work, and the queue that two updaters share.
+
+A unit's trainable prefix is cut into chunks. Host cores and the visitor (see visitor.py) take
+chunks from one queue in the order in which the next forward needs them; AdamW is element-wise and
+has the same bits on both, so who takes which chunk never shows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from outcore.kernels import AdamWScalars, adamw_
+from outcore.optim.state import UnitState
+from outcore.store.spans import ALIGN_ELEMENTS
+from outcore.stream.lanes import Fence
+from outcore.stream.unit import Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Elements [start, end) of a unit's trainable prefix.
+
+    ``delivery`` is the first element of the gradient that it arrives with: a block's gradient
+    arrives whole, an embedding's parameter by parameter.
+    """
+
+    unit: Unit
+    delivery: int
+    start: int
+    end: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.unit.index, self.start
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A run of elements of a unit that share hyper-parameters; ``group`` is a param group."""
+
+    start: int
+    end: int
+    group: int
+
+
+@dataclass(kw_only=True, eq=False)
+class ChunkUpdate:
+    """One chunk's AdamW step: where its gradient is, what to wait for, and its done-mark."""
+
+    chunk: Chunk
+    state: UnitState
+    segments: Sequence[Segment]
+    scalars: Sequence[AdamWScalars]  # by param group
+    gradient: Callable[[], Tensor]  # the chunk's gradient, valid after the fences
+    after: Sequence[Fence]
+    on_read: Callable[[Fence | None], None] | None = None  # the gradient has been read, after this
+    done: Fence = field(default_factory=Fence)
+
+    def apply(self, tensors: Sequence[Tensor], gradient: Tensor) -> None:
+        """Run AdamW over ``tensors`` (UnitState.tensors() cut to the chunk), wherever they are."""
+        weight, *rest = tensors
+        remainder, exp_avg, exp_avg_sq = rest if len(rest) == 3 else (None, *rest)
+        for segment in self.segments:
+            start = max(segment.start, self.chunk.start) - self.chunk.start
+            end = min(segment.end, self.chunk.end) - self.chunk.start
+            if start >= end:
+                continue
+            adamw_(
+                weight=weight[start:end],
+                remainder=None if remainder is None else remainder[start:end],
+                exp_avg=exp_avg[start:end],
+                exp_avg_sq=exp_avg_sq[start:end],
+                grad=gradient[start:end],
+                scalars=self.scalars[segment.group],
+            )
+
+    def home_tensors(self) -> list[Tensor]:
+        return [t[self.chunk.start : self.chunk.end] for t in self.state.tensors()]
+
+    def fail(self, error: BaseException) -> None:
+        self.done.error = error
+        self.done.mark_issued()
+        self.gradient_read(None)
+
+    def gradient_read(self, fence: Fence | None) -> None:
+        """Say that the gradient's memory is free, or free after ``fence``."""
+        if self.on_read is not None:
+            self.on_read(fence)
+
+
+def chunks_of(units: Sequence[Unit], max_numel: int) -> list[Chunk]:
+    """Cut what arrives together into chunks of about equal size."""
+    chunks = []
+    for unit in units:
+        if unit.arrives_whole:
+            deliveries = [(0, unit.layout.trainable_numel)]
+        else:
+            deliveries = [(field.offset, field.end) for field in unit.layout.trainable]
+        for first, last in deliveries:
+            pieces = max(1, -(-(last - first) // max_numel))
+            size = -(-(last - first) // pieces)
+            size = -(-size // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+            chunks += [
+                Chunk(unit=unit, delivery=first, start=start, end=min(start + size, last))
+                for start in range(first, last, size)
+            ]
+    return chunks
+
+
+class UpdateQueue:
+    """Updates waiting for an updater. The visitor alone takes the chunks that it has reserved."""
+
+    def __init__(self) -> None:
+        self._waiting: list[ChunkUpdate] = []
+        self._reserved: set[tuple[int, int]] = set()
+        self._last_done: dict[tuple[int, int], Fence] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def push(self, updates: Sequence[ChunkUpdate]) -> None:
+        with self._changed:
+            for update in updates:
+                earlier = self._last_done.get(update.chunk.key)
+                if earlier is not None:  # two updates of one chunk keep their order
+                    update.after = [*update.after, earlier]
+                self._last_done[update.chunk.key] = update.done
+            self._waiting += updates
+            self._changed.notify_all()
+
+    def reserve(self, key: tuple[int, int]) -> list[Fence] | None:
+        """Keep a chunk's next update for the visitor.
+
+        Returns what to wait for before its state is read; None if the update is waiting already.
+        """
+        with self._changed:
+            if any(update.chunk.key == key for update in self._waiting):
+                return None
+            self._reserved.add(key)
+            return [self._last_done[key]] if key in self._last_done else []
+
+    def take(self, *, reserved: bool, others: bool) -> ChunkUpdate | None:
+        """Return the next update, waiting for one; None when closed.
+
+        ``reserved`` admits reserved chunks, ahead of all others; ``others`` admits the rest.
+        """
+        with self._changed:
+            while not self._closed:
+                update = self._next(reserved, others)
+                if update is not None:
+                    self._waiting.remove(update)
+                    self._reserved.discard(update.chunk.key)
+                    return update
+                self._changed.wait()
+            return None
+
+    def has_work(self) -> bool:
+        with self._changed:
+            return bool(self._waiting)
+
+    def close(self) -> list[ChunkUpdate]:
+        """Wake every updater with nothing to do; return the updates that nobody took."""
+        with self._changed:
+            self._closed = True
+            left, self._waiting = self._waiting, []
+            self._changed.notify_all()
+            return left
+
+    def _next(self, reserved: bool, others: bool) -> ChunkUpdate | None:
+        free = None
+        for update in self._waiting:
+            if update.chunk.key in self._reserved:
+                if reserved:
+                    return update
+            elif others and free is None:
+                free = update
+        return free

@@ -1,0 +1,152 @@
+"""The visitor: optimizer state that visits the device over the link, is updated there, goes home.
+
+While a step with clipping waits for its last gradient the link is idle: the visitor then already
+holds the state of the first chunks that the next forward needs, so that the forward starts at
+once. After them it shares the queue with the host's cores. The home of the state stays the host.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outcore.optim.state import UnitState
+from outcore.optim.updates import Chunk, ChunkUpdate, UpdateQueue
+from outcore.stream.lanes import Fence, Lane
+
+
+@dataclass(kw_only=True, eq=False)
+class _Visit:
+    """Device buffers for one chunk's state and gradient."""
+
+    buffers: list[Tensor]
+    gradient: Tensor
+    free: Fence | None = None  # the last copy home out of these buffers
+    staged: Fence | None = None
+    generation: int = 0
+
+
+def visit_bytes(state: UnitState, numel: int, gradient_dtype: torch.dtype) -> int:
+    """Return the device bytes of one visit of ``numel`` elements."""
+    return numel * (sum(t.itemsize for t in state.tensors()) + gradient_dtype.itemsize)
+
+
+class Visitor:
+    """One thread that conducts two lanes: state in (and the update itself), state out."""
+
+    def __init__(
+        self,
+        queue: UpdateQueue,
+        schedule: Sequence[tuple[Chunk, UnitState]],
+        *,
+        num_visits: int,
+        device: torch.device,
+        gradient_dtype: torch.dtype,
+    ) -> None:
+        """``schedule``: every chunk in the order in which a forward needs it."""
+        self._queue = queue
+        self._schedule = schedule
+        numel = max(chunk.numel for chunk, _ in schedule)
+        dtypes = [t.dtype for t in schedule[0][1].tensors()]
+        self._idle = [
+            _Visit(
+                buffers=[torch.empty(numel, dtype=dtype, device=device) for dtype in dtypes],
+                gradient=torch.empty(numel, dtype=gradient_dtype, device=device),
+            )
+            for _ in range(num_visits)
+        ]
+        self._staged: dict[tuple[int, int], _Visit] = {}
+        self._generation = 0
+        self._lane_in = Lane("visit-in", device)
+        self._lane_out = Lane("visit-out", device)
+        self._thread = threading.Thread(target=self._run, name="outcore-visitor", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join(timeout=5)
+        self._lane_in.close()
+        self._lane_out.close()
+
+    def forget_staged(self) -> None:
+        """Say that homes were written from outside; what is staged must be brought in again."""
+        self._generation += 1
+
+    def _run(self) -> None:
+        self._stage_ahead()
+        while (update := self._take()) is not None:
+            try:
+                self._conduct(update)
+            except BaseException as error:
+                update.fail(error)
+            del update  # hold no tensor while idle
+            if not self._queue.has_work():
+                self._stage_ahead()
+
+    def _take(self) -> ChunkUpdate | None:
+        """Return a staged chunk's update; with none staged, any, once a visit's buffers are free.
+
+        Waiting for free buffers here, not on the lane, leaves the rest of the queue to the host.
+        """
+        others = not self._staged
+        if others and self._idle[0].free is not None:
+            self._idle[0].free.block()
+        return self._queue.take(reserved=True, others=others)
+
+    def _conduct(self, update: ChunkUpdate) -> None:
+        chunk = update.chunk
+        for fence in update.after:
+            fence.block()
+        visit = self._staged.pop(chunk.key, None)
+        if visit is None:
+            visit = self._idle.pop(0)
+            self._stage(visit, update.home_tensors(), after=())
+        elif visit.generation != self._generation:
+            self._stage(visit, update.home_tensors(), after=())
+        self._idle.append(visit)
+        buffers = [buffer[: chunk.numel] for buffer in visit.buffers]
+        gradient = visit.gradient[: chunk.numel]
+
+        def bring_gradient_and_update() -> None:
+            gradient.copy_(update.gradient(), non_blocking=True)
+            update.apply(buffers, gradient)
+
+        def go_home() -> None:
+            for home, buffer in zip(update.home_tensors(), buffers, strict=True):
+                home.copy_(buffer, non_blocking=True)
+            resident = chunk.unit.device_weight
+            if resident is not None:
+                resident[chunk.start : chunk.end].copy_(buffers[0], non_blocking=True)
+
+        assert visit.staged is not None
+        updated = self._lane_in.submit(bring_gradient_and_update, after=[visit.staged])
+        update.gradient_read(updated)
+        self._lane_out.submit(go_home, after=[updated], fence=update.done)
+        visit.free = update.done
+
+    def _stage_ahead(self) -> None:
+        """Bring in the state of the first chunks of the schedule, as many as there are buffers."""
+        for chunk, state in self._schedule:
+            if not self._idle:
+                break
+            if chunk.key in self._staged:
+                continue
+            last_update = self._queue.reserve(chunk.key)
+            if last_update is None:
+                continue
+            visit = self._idle.pop(0)
+            home = [t[chunk.start : chunk.end] for t in state.tensors()]
+            self._stage(visit, home, after=last_update)
+            self._staged[chunk.key] = visit
+
+    def _stage(self, visit: _Visit, home: Sequence[Tensor], after: Sequence[Fence]) -> None:
+        def bring() -> None:
+            for buffer, source in zip(visit.buffers, home, strict=True):
+                buffer[: source.numel()].copy_(source, non_blocking=True)
+
+        visit.generation = self._generation
+        earlier = [visit.free] if visit.free is not None else []
+        visit.staged = self._lane_in.submit(bring, after=[*earlier, *after])

@@ -1,0 +1,88 @@
+"""Host memory of exactly the size asked for, pinned where a GPU copies from it.
+
+torch's pinned allocator rounds up to powers of two and pins at 2 GB/s; an anonymous map backed by
+huge pages, touched in parallel and then registered with CUDA, is exact and about four times faster.
+"""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+
+import torch
+from torch import Tensor
+
+from outcore.errors import OutOfBudget
+from outcore.store.ledger import Ledger
+from outcore.units import format_bytes
+
+_ALIGN_BYTES = 256
+
+
+def aligned_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Return the bytes that a span takes in an arena."""
+    return -(-numel * dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+class HostArena:
+    """One region of host memory that hands out flat, aligned, zeroed spans and grows no further."""
+
+    _warned_pageable = False
+
+    def __init__(self, num_bytes: int, *, purpose: str, ledger: Ledger, pin: bool) -> None:
+        self.purpose = purpose
+        self.num_bytes = max(num_bytes, _ALIGN_BYTES)
+        self.is_pinned = False
+        self._used_bytes = 0
+        self._ledger = ledger
+        ledger.take(
+            purpose,
+            self.num_bytes,
+            remedy="Raise host_memory, free host memory, or train fewer parameters.",
+        )
+        try:
+            self._map = mmap.mmap(-1, self.num_bytes)
+        except (OSError, ValueError) as error:
+            ledger.give_back(purpose, self.num_bytes)
+            raise OutOfBudget(
+                f"host memory: {purpose} needs {format_bytes(self.num_bytes)}, which the system "
+                f"refused to map ({error})"
+            ) from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._bytes.zero_()  # first touch, in parallel: no page fault is left for the first step
+        if pin:
+            self._register()
+
+    def span(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the next ``numel`` elements of the arena, zeroed."""
+        start = self._used_bytes
+        end = start + numel * dtype.itemsize
+        assert end <= self.num_bytes, f"{self.purpose}: span past the end of the arena"
+        self._used_bytes = start + aligned_bytes(numel, dtype)
+        return self._bytes[start:end].view(dtype)
+
+    def close(self) -> None:
+        """Unpin and give the bytes back; spans that are still referenced stay valid, pageable."""
+        if self.is_pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())  # type: ignore[no-untyped-call]
+            self.is_pinned = False
+        if self.num_bytes:
+            self._ledger.give_back(self.purpose, self.num_bytes)
+            self.num_bytes = 0
+
+    def _register(self) -> None:
+        error = int(
+            torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.num_bytes, 0)  # type: ignore[no-untyped-call]
+        )
+        self.is_pinned = error == 0
+        if not self.is_pinned and not HostArena._warned_pageable:
+            HostArena._warned_pageable = True
+            warnings.warn(
+                f"host memory could not be pinned ({self.purpose}, {format_bytes(self.num_bytes)}, "
+                f"CUDA error {error}); copies are pageable: still right, about 8x slower. "
+                "Raise the locked-memory limit (ulimit -l) or lower host memory use.",
+                RuntimeWarning,
+                stacklevel=2,
+            )

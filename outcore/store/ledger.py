@@ -1,0 +1,87 @@
+"""A tier's books: what is taken, by whom, the peak, and the budget that refuses more."""
+
+from __future__ import annotations
+
+import threading
+
+from outcore.errors import OutOfBudget
+from outcore.units import format_bytes
+
+
+class Hold:
+    """Bytes that are taken until given back, or until nobody refers to the hold any more."""
+
+    def __init__(self, ledger: Ledger, taken: dict[str, int]) -> None:
+        self._ledger = ledger
+        self._taken = taken
+
+    def give_back(self) -> None:
+        taken, self._taken = self._taken, {}
+        for purpose, num_bytes in taken.items():
+            self._ledger.give_back(purpose, num_bytes)
+
+    def __del__(self) -> None:
+        self.give_back()
+
+
+class Ledger:
+    """Bytes of one tier by purpose. ``take`` refuses what exceeds the budget, before allocation."""
+
+    def __init__(self, tier: str, budget_bytes: int | None) -> None:
+        self.tier = tier
+        self.budget_bytes = budget_bytes
+        self.peak_bytes = 0
+        self._taken: dict[str, int] = {}
+        self._peaks: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def take(self, purpose: str, num_bytes: int, *, remedy: str = "") -> None:
+        with self._lock:
+            total = sum(self._taken.values()) + num_bytes
+            if self.budget_bytes is not None and total > self.budget_bytes:
+                raise OutOfBudget(self._refusal(purpose, num_bytes, total, remedy))
+            self._taken[purpose] = self._taken.get(purpose, 0) + num_bytes
+            self._peaks[purpose] = max(self._peaks.get(purpose, 0), self._taken[purpose])
+            self.peak_bytes = max(self.peak_bytes, total)
+
+    def give_back(self, purpose: str, num_bytes: int) -> None:
+        with self._lock:
+            self._taken[purpose] -= num_bytes
+            assert self._taken[purpose] >= 0, f"{purpose} gave back more than it took"
+
+    def hold(self, purpose: str, num_bytes: int, *, remedy: str = "") -> Hold:
+        self.take(purpose, num_bytes, remedy=remedy)
+        return Hold(self, {purpose: num_bytes})
+
+    def check(self, purpose: str, num_bytes: int, *, remedy: str = "") -> None:
+        """Raise as ``take`` would, without taking: for work that frees its bytes itself."""
+        self.take(purpose, num_bytes, remedy=remedy)
+        self.give_back(purpose, num_bytes)
+
+    @property
+    def taken_bytes(self) -> int:
+        with self._lock:
+            return sum(self._taken.values())
+
+    @property
+    def free_bytes(self) -> int | None:
+        return None if self.budget_bytes is None else self.budget_bytes - self.taken_bytes
+
+    def peaks(self) -> dict[str, int]:
+        """Return the peak bytes of each purpose, largest first."""
+        with self._lock:
+            return dict(sorted(self._peaks.items(), key=lambda item: -item[1]))
+
+    def _refusal(self, purpose: str, num_bytes: int, total: int, remedy: str) -> str:
+        assert self.budget_bytes is not None
+        held = ", ".join(
+            f"{name} {format_bytes(size)}"
+            for name, size in sorted(self._taken.items(), key=lambda item: -item[1])
+            if size
+        )
+        text = (
+            f"{self.tier} memory: {purpose} needs {format_bytes(num_bytes)}, which makes "
+            f"{format_bytes(total)} of a budget of {format_bytes(self.budget_bytes)}"
+        )
+        text += f" (already taken: {held})" if held else ""
+        return f"{text}. {remedy}".rstrip()

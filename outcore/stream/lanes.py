@@ -1,0 +1,162 @@
+"""Lanes: pieces of hardware that work on their own, and the fences between them.
+
+A lane is one background thread that takes work in order. On a CUDA device a copy lane's work is
+enqueued on a stream of its own and its fence holds a CUDA event; on the CPU device, and for host
+cores, the thread does the work itself. Both obey the same fences, so that every ordering bug of
+the GPU engine can be provoked on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from outcore.errors import LaneError
+
+
+class Fence:
+    """The done-mark of one piece of work.
+
+    *Issued* means that the work was handed to its hardware; ``event``, if there is one, then says
+    when it is done. Without an event, issued is done.
+    """
+
+    __slots__ = ("_issued", "error", "event")
+
+    def __init__(self) -> None:
+        self._issued = threading.Event()
+        self.event: torch.cuda.Event | None = None
+        self.error: BaseException | None = None
+
+    @classmethod
+    def after_compute(cls, device: torch.device) -> Fence:
+        """Return the fence of all work that the calling thread has launched on ``device``."""
+        fence = cls()
+        if device.type == "cuda":
+            fence.event = torch.cuda.Event()
+            fence.event.record(torch.cuda.current_stream(device))
+        fence._issued.set()
+        return fence
+
+    def mark_issued(self) -> None:
+        self._issued.set()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the work succeeded and is over; a failure stays to be raised where it matters."""
+        done = self._issued.is_set() and self.error is None
+        return done and (self.event is None or self.event.query())
+
+    def block(self) -> None:
+        """Make the calling thread wait until the work is done."""
+        self._wait_issued()
+        if self.event is not None:
+            self.event.synchronize()
+
+    def before_compute(self) -> None:
+        """Make what the calling thread launches next on its current stream wait for the work."""
+        self._wait_issued()
+        if self.event is not None:
+            self.event.wait()
+
+    def _wait_issued(self) -> None:
+        self._issued.wait()
+        if self.error is not None:
+            raise LaneError(f"background work failed: {self.error}") from self.error
+
+
+class Lane:
+    """A thread that carries out work in the order of submission."""
+
+    def __init__(self, name: str, device: torch.device | None = None) -> None:
+        """``device``: where work is enqueued on a stream of this lane; None for host cores."""
+        self.name = name
+        self.busy_s = 0.0
+        self._device = device if device is not None and device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(self._device) if self._device is not None else None
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Sequence[Fence], Fence] | None]
+        self._queue = queue.SimpleQueue()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=f"outcore-{name}", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        work: Callable[[], None],
+        *,
+        after: Sequence[Fence] = (),
+        fence: Fence | None = None,
+    ) -> Fence:
+        """Queue ``work`` to run when the fences in ``after`` are passed; return its own fence."""
+        fence = fence if fence is not None else Fence()
+        if self._closing:
+            raise LaneError(f"lane {self.name} is closed")
+        self._queue.put((work, tuple(after), fence))
+        return fence
+
+    def close(self) -> None:
+        """Drop queued work, finish the piece in hand, and end the thread."""
+        self._closing = True
+        self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        with torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext():
+            while (item := self._queue.get()) is not None:
+                work, after, fence = item
+                if self._closing:
+                    fence.error = LaneError(f"lane {self.name} was closed")
+                else:
+                    self._carry_out(work, after, fence)
+                fence.mark_issued()
+                del item, work, after, fence  # hold no tensor while idle
+
+    def _carry_out(self, work: Callable[[], None], after: Sequence[Fence], fence: Fence) -> None:
+        try:
+            for earlier in after:
+                if self.stream is not None:
+                    earlier.before_compute()
+                else:
+                    earlier.block()
+            injected_delay(self.stream)
+            start = time.perf_counter()
+            work()
+            if self.stream is not None:
+                fence.event = torch.cuda.Event()
+                fence.event.record(self.stream)
+            self.busy_s += time.perf_counter() - start
+        except BaseException as error:
+            fence.error = error
+
+
+class _Delays:
+    source: random.Random | None = None
+    max_s = 0.0
+
+
+def injected_delay(stream: torch.cuda.Stream | None = None) -> None:
+    """Wait for a random time if a test asked for it; on ``stream``, where there is one."""
+    if _Delays.source is None:
+        return
+    delay_s = _Delays.source.uniform(0, _Delays.max_s)
+    if stream is not None:
+        torch.cuda._sleep(int(delay_s * 1.5e9))  # clock cycles, on the lane's own stream
+    else:
+        time.sleep(delay_s)
+
+
+@contextlib.contextmanager
+def injected_delays(max_s: float, seed: int) -> Iterator[None]:
+    """Delay every copy and every update by 0 to ``max_s`` seconds, to provoke ordering bugs."""
+    _Delays.source, _Delays.max_s = random.Random(seed), max_s
+    try:
+        yield
+    finally:
+        _Delays.source = None

@@ -1,0 +1,61 @@
+"""A unit: the parameters of one block or edge, moving as one flat span.
+
+Its weights have a home on the host or on the device. A host optimizer keeps the master weights on
+the host; a unit whose weights also live on the device then has both, and the update refreshes the
+device's. ``pending`` are the updates in flight: nothing may read the weights before them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from outcore.blocks import Part
+from outcore.store.spans import SpanLayout
+from outcore.stream.lanes import Fence
+
+
+@dataclass(kw_only=True, eq=False)
+class Unit:
+    index: int
+    part: Part
+    arrives_whole: bool  # its gradient comes in one piece, not parameter by parameter
+    layout: SpanLayout
+    dtype: torch.dtype
+    host_weight: Tensor | None = None  # flat, the whole span
+    device_weight: Tensor | None = None  # flat, the whole span
+    remainder: Tensor | None = None  # flat int16, the trainable prefix; what bf16 rounded away
+    version: int = 0
+    pending: list[Fence] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.part.name or "(root)"
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return self.part.parameters
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.device_weight is None
+
+    def full_name(self, field_name: str) -> str:
+        return f"{self.part.name}.{field_name}" if self.part.name else field_name
+
+    def update_queued(self, fences: list[Fence]) -> None:
+        """Say that ``fences`` are about to change the weights; copies made before are stale."""
+        self.version += 1
+        self.pending = fences
+
+    def before_compute(self) -> None:
+        """Make what is launched next wait for the updates of the resident weights."""
+        for fence in self.pending:
+            fence.before_compute()
+
+    def block_until_updated(self) -> None:
+        for fence in self.pending:
+            fence.block()
+        self.pending = []

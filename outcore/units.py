@@ -1,0 +1,45 @@
+"""Byte sizes as people write them: ``"24GiB"`` in, ``"24.0 GiB"`` out."""
+
+from __future__ import annotations
+
+import re
+
+_FACTORS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_PATTERN = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
+
+
+def parse_bytes(size: int | str, *, what: str = "size") -> int:
+    """Return ``size`` in bytes. Strings take B, KB, MB, GB, TB, KiB, MiB, GiB and TiB."""
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise ValueError(f"{what} must be bytes or a text such as '24GiB', not {size!r}")
+    if isinstance(size, str):
+        match = _PATTERN.match(size)
+        if match is None or match.group(2).lower() not in _FACTORS:
+            raise ValueError(f"{what} {size!r} is not a size; write for example '24GiB' or '800MB'")
+        num_bytes = int(float(match.group(1)) * _FACTORS[match.group(2).lower()])
+    else:
+        num_bytes = size
+    if num_bytes <= 0:
+        raise ValueError(f"{what} must be more than 0 bytes, not {size!r}")
+    return num_bytes
+
+
+def format_bytes(num_bytes: int | float) -> str:
+    """Return ``num_bytes`` with the binary unit that leaves one to four digits before the point."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
