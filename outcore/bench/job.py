@@ -43,6 +43,8 @@ class BenchJob(_JsonValue):
     recompute: bool = True
     """Recompute activations in the backward, for the systems that leave the choice."""
     seed: int = 0
+    outcore_options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `outcore.offload` for Outcore's own row, such as `device_memory`."""
 
     def __post_init__(self) -> None:
         for name in ("sequences", "seq_len", "steps"):

@@ -121,8 +121,7 @@ class Engine:
 
     def synchronize(self) -> None:
         """Wait until every queued update is done, so that parameters can be read."""
-        for unit in self.units:
-            unit.block_until_updated()
+        self.backend.synchronize()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 

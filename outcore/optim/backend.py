@@ -23,8 +23,8 @@ from outcore.store.ledger import Ledger
 from outcore.stream.lanes import Fence, Lane
 from outcore.stream.unit import Unit
 
-MAX_CHUNK_ELEMENTS = 1 << 26
-MAX_VISITS = 10
+MAX_CHUNK_ELEMENTS = 1 << 25
+MAX_VISITS = 20
 MIN_VISITS = 2  # one comes while the other goes
 
 
@@ -148,7 +148,7 @@ class OptimizerBackend:
             self._start_visitor_once()
         for update in updates:
             unit = update.chunk.unit
-            unit.update_queued([*(f for f in unit.pending if not f.is_done), update.done])
+            unit.update_queued([*(f for f in unit.pending if not f.is_done), update.weight_ready])
         if self._queue is not None:
             self._queue.push(updates)
         else:
@@ -169,8 +169,18 @@ class OptimizerBackend:
             self.gradients.clear_norms()
 
     def synchronize(self) -> None:
+        if self._queue is not None:
+            self._queue.synchronize()
         for unit in self.units:
             unit.block_until_updated()
+
+    @property
+    def num_updated(self) -> dict[str, int]:
+        """Elements updated so far, by updater."""
+        return {
+            "host": self._host.num_updated if self._host is not None else 0,
+            "visiting": self._visitor.num_updated if self._visitor is not None else 0,
+        }
 
     def state_replaced(self) -> None:
         """Say that state or weights were written from outside: copies on the device are stale."""
@@ -232,5 +242,6 @@ class OptimizerBackend:
             visiting = home.to(self._device, non_blocking=True)
             update.apply([visiting, *rest], update.gradient())
             home.copy_(visiting, non_blocking=True)
-        update.done.event = self.compute_fence().event
-        update.done.mark_issued()
+        for fence in (update.weight_ready, update.done):
+            fence.event = self.compute_fence().event
+            fence.mark_issued()

@@ -22,7 +22,7 @@ from outcore.store.spans import Field
 from outcore.stream.lanes import Fence, Lane
 from outcore.stream.unit import Unit
 
-RING_BUFFERS = 6
+RING_BUFFERS = 16  # with chunks of 64 MiB of bf16: 1 GiB
 
 
 class Accumulator:

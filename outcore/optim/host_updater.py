@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
-from functools import partial
-
-from torch import Tensor
 
 from outcore.optim.updates import ChunkUpdate, UpdateQueue
 from outcore.stream.lanes import Lane, injected_delay
+
+
+_CORES_FOR_LANES = 2
 
 
 class HostUpdater:
@@ -17,8 +17,11 @@ class HostUpdater:
 
     def __init__(self, queue: UpdateQueue, *, refresh: Lane) -> None:
         """``refresh``: the lane that brings new weights to units that are resident."""
+        self.num_updated = 0  # elements, since the start
         self._queue = queue
         self._refresh = refresh
+        # The threads that launch work on the device and feed the lanes need cores of their own.
+        self._threads = max(1, (os.cpu_count() or 1) - _CORES_FOR_LANES)
         self._thread = threading.Thread(target=self._run, name="outcore-host-adamw", daemon=True)
         self._thread.start()
 
@@ -37,20 +40,18 @@ class HostUpdater:
         for fence in update.after:
             fence.block()
         injected_delay()
-        update.apply(update.home_tensors(), update.gradient())
+        update.apply(update.home_tensors(), update.gradient(), threads=self._threads)
         update.gradient_read(None)
+        update.done.mark_issued()
+        self.num_updated += update.chunk.numel
         resident = update.chunk.unit.device_weight
         if resident is None:
-            update.done.mark_issued()
+            update.weight_ready.mark_issued()
             return
         target = resident[update.chunk.start : update.chunk.end]
         source = update.state.weight[update.chunk.start : update.chunk.end]
-        self._refresh.submit(_copy(target, source), after=update.after, fence=update.done)
 
+        def refresh() -> None:
+            target.copy_(source, non_blocking=True)
 
-def _copy(target: Tensor, source: Tensor) -> Callable[[], None]:
-    return partial(_copy_now, target, source)
-
-
-def _copy_now(target: Tensor, source: Tensor) -> None:
-    target.copy_(source, non_blocking=True)
+        self._refresh.submit(refresh, after=update.after, fence=update.weight_ready)

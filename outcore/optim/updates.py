@@ -53,7 +53,11 @@ class Segment:
 
 @dataclass(kw_only=True, eq=False)
 class ChunkUpdate:
-    """One chunk's AdamW step: where its gradient is, what to wait for, and its done-mark."""
+    """One chunk's AdamW step: where its gradient is, what to wait for, and its done-marks.
+
+    ``weight_ready`` is passed when the new weights are where the forward takes them from, ``done``
+    when all of the state is home.
+    """
 
     chunk: Chunk
     state: UnitState
@@ -62,9 +66,10 @@ class ChunkUpdate:
     gradient: Callable[[], Tensor]  # the chunk's gradient, valid after the fences
     after: Sequence[Fence]
     on_read: Callable[[Fence | None], None] | None = None  # the gradient has been read, after this
+    weight_ready: Fence = field(default_factory=Fence)
     done: Fence = field(default_factory=Fence)
 
-    def apply(self, tensors: Sequence[Tensor], gradient: Tensor) -> None:
+    def apply(self, tensors: Sequence[Tensor], gradient: Tensor, *, threads: int = 0) -> None:
         """Run AdamW over ``tensors`` (UnitState.tensors() cut to the chunk), wherever they are."""
         weight, *rest = tensors
         remainder, exp_avg, exp_avg_sq = rest if len(rest) == 3 else (None, *rest)
@@ -80,14 +85,16 @@ class ChunkUpdate:
                 exp_avg_sq=exp_avg_sq[start:end],
                 grad=gradient[start:end],
                 scalars=self.scalars[segment.group],
+                threads=threads,
             )
 
     def home_tensors(self) -> list[Tensor]:
         return [t[self.chunk.start : self.chunk.end] for t in self.state.tensors()]
 
     def fail(self, error: BaseException) -> None:
-        self.done.error = error
-        self.done.mark_issued()
+        for fence in (self.weight_ready, self.done):
+            fence.error = error
+            fence.mark_issued()
         self.gradient_read(None)
 
     def gradient_read(self, fence: Fence | None) -> None:
@@ -160,6 +167,13 @@ class UpdateQueue:
                     return update
                 self._changed.wait()
             return None
+
+    def synchronize(self) -> None:
+        """Wait until every update that was pushed is done."""
+        with self._changed:
+            fences = list(self._last_done.values())
+        for fence in fences:
+            fence.block()
 
     def has_work(self) -> bool:
         with self._changed:

@@ -48,6 +48,7 @@ class Visitor:
         gradient_dtype: torch.dtype,
     ) -> None:
         """``schedule``: every chunk in the order in which a forward needs it."""
+        self.num_updated = 0  # elements, since the start
         self._queue = queue
         self._schedule = schedule
         numel = max(chunk.numel for chunk, _ in schedule)
@@ -110,22 +111,34 @@ class Visitor:
         buffers = [buffer[: chunk.numel] for buffer in visit.buffers]
         gradient = visit.gradient[: chunk.numel]
 
+        home = update.home_tensors()
+        resident = chunk.unit.device_weight
+
         def bring_gradient_and_update() -> None:
             gradient.copy_(update.gradient(), non_blocking=True)
             update.apply(buffers, gradient)
-
-        def go_home() -> None:
-            for home, buffer in zip(update.home_tensors(), buffers, strict=True):
-                home.copy_(buffer, non_blocking=True)
-            resident = chunk.unit.device_weight
             if resident is not None:
-                resident[chunk.start : chunk.end].copy_(buffers[0], non_blocking=True)
+                resident[chunk.start : chunk.end].copy_(buffers[0])
+
+        def weight_home() -> None:
+            home[0].copy_(buffers[0], non_blocking=True)
+
+        def rest_home() -> None:
+            for place, buffer in zip(home[1:], buffers[1:], strict=True):
+                place.copy_(buffer, non_blocking=True)
 
         assert visit.staged is not None
-        updated = self._lane_in.submit(bring_gradient_and_update, after=[visit.staged])
+        # The forward waits for resident weights, or for streamed ones to be home; never for the
+        # moments, which are most of the bytes.
+        in_place, at_home = (update.weight_ready, None) if resident is not None else (None, update.weight_ready)
+        updated = self._lane_in.submit(
+            bring_gradient_and_update, after=[visit.staged], fence=in_place
+        )
         update.gradient_read(updated)
-        self._lane_out.submit(go_home, after=[updated], fence=update.done)
+        self._lane_out.submit(weight_home, after=[updated], fence=at_home)
+        self._lane_out.submit(rest_home, fence=update.done)
         visit.free = update.done
+        self.num_updated += chunk.numel
 
     def _stage_ahead(self) -> None:
         """Bring in the state of the first chunks of the schedule, as many as there are buffers."""

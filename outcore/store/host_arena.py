@@ -6,6 +6,7 @@ huge pages, touched in parallel and then registered with CUDA, is exact and abou
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import warnings
 
@@ -22,6 +23,21 @@ _ALIGN_BYTES = 256
 def aligned_bytes(numel: int, dtype: torch.dtype) -> int:
     """Return the bytes that a span takes in an arena."""
     return -(-numel * dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+class _PinnableMap(mmap.mmap):
+    """An anonymous map that unpins itself before it is unmapped.
+
+    A map that goes while CUDA still has it registered leaves its addresses unusable: the next map
+    there cannot be pinned.
+    """
+
+    pinned_address: int | None = None
+
+    def __del__(self) -> None:
+        if self.pinned_address is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.pinned_address)
+            self.pinned_address = None
 
 
 class HostArena:
@@ -41,7 +57,7 @@ class HostArena:
             remedy="Raise host_memory, free host memory, or train fewer parameters.",
         )
         try:
-            self._map = mmap.mmap(-1, self.num_bytes)
+            self._map = _PinnableMap(-1, self.num_bytes)
         except (OSError, ValueError) as error:
             ledger.give_back(purpose, self.num_bytes)
             raise OutOfBudget(
@@ -63,21 +79,15 @@ class HostArena:
         self._used_bytes = start + aligned_bytes(numel, dtype)
         return self._bytes[start:end].view(dtype)
 
-    def close(self) -> None:
-        """Unpin and give the bytes back; spans that are still referenced stay valid, pageable."""
-        if self.is_pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())  # type: ignore[no-untyped-call]
-            self.is_pinned = False
-        if self.num_bytes:
-            self._ledger.give_back(self.purpose, self.num_bytes)
-            self.num_bytes = 0
-
     def _register(self) -> None:
-        error = int(
-            torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.num_bytes, 0)  # type: ignore[no-untyped-call]
-        )
+        address = self._bytes.data_ptr()
+        error = int(torch.cuda.cudart().cudaHostRegister(address, self.num_bytes, 0))
         self.is_pinned = error == 0
-        if not self.is_pinned and not HostArena._warned_pageable:
+        if self.is_pinned:
+            self._map.pinned_address = address
+            return
+        _forget_cuda_error()
+        if not HostArena._warned_pageable:
             HostArena._warned_pageable = True
             warnings.warn(
                 f"host memory could not be pinned ({self.purpose}, {format_bytes(self.num_bytes)}, "
@@ -86,3 +96,9 @@ class HostArena:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _forget_cuda_error() -> None:
+    """Clear the error that a refused registration leaves behind for the next CUDA call."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")

@@ -23,6 +23,10 @@ class Peer:
 
 
 PEERS: dict[str, Peer] = {
+    "outcore": Peer(
+        module="outcore.bench.outcore_run",
+        summary="Outcore, with the homes and budgets that the job gives",
+    ),
     "native": Peer(
         module="outcore.bench.peers.native",
         summary="PyTorch in device memory, fp32 parameters, autocast, compiled blocks",

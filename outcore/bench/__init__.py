@@ -1,0 +1,1 @@
+"""Benchmarks: Outcore and its peers side by side, counted one way."""

@@ -1,0 +1,256 @@
+"""Train the same model in every placement and compare every bit with the resident run.
+
+A run is 20 steps with clipping, a schedule, weight decay and the model's own dropout. Weights and
+moments are compared by digest, so that verifying a large model needs no second copy of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import outcore
+from outcore.stream.lanes import injected_delays
+
+ModelFactory = Callable[[], nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyJob:
+    """What each run trains on, and how."""
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    steps: int = 20
+    sequences: int = 4
+    seq_len: int = 16
+    micro_batch: int | None = 2
+    lr: float = 1e-4
+    weight_decay: float = 0.1
+    max_grad_norm: float | None = 1.0
+    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)  # of offload, for every placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """A named choice of homes, with random delays of up to ``max_delay_s`` if asked for."""
+
+    name: str
+    options: dict[str, Any]
+    max_delay_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedRun:
+    losses: list[float]
+    digests: dict[str, str]  # of every weight, moment and remainder
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One placement against the resident run."""
+
+    name: str
+    losses_equal: bool
+    differing: list[str]
+    num_tensors: int
+    seconds: float
+
+    @property
+    def is_exact(self) -> bool:
+        return self.losses_equal and not self.differing
+
+
+RESIDENT = Placement(
+    name="resident",
+    options={"weights": "device", "state": "device", "activations": "recompute"},
+)
+
+
+def placements(max_delay_s: float = 0.05) -> list[Placement]:
+    """Return every placement that must have the bits of the resident run."""
+    both = {"weights": "host", "state": "host"}
+    recompute = {"activations": "recompute"}
+    return [
+        Placement(
+            name="weights streamed", options={"weights": "host", "state": "device", **recompute}
+        ),
+        Placement(
+            name="state on host", options={"weights": "device", "state": "host", **recompute}
+        ),
+        Placement(name="both, recomputed", options={**both, **recompute}),
+        Placement(name="both, kept", options={**both, "activations": "keep"}),
+        *(
+            Placement(name=f"both, {n} slot{'s' * (n > 1)}", options={**both, "num_slots": n})
+            for n in (1, 2, 4)
+        ),
+        Placement(name="both, state visiting", options={**both, **recompute, "num_visits": 2}),
+        Placement(
+            name="both, random delays",
+            options={**both, "activations": "keep", "num_visits": 2, "num_slots": 2},
+            max_delay_s=max_delay_s,
+        ),
+    ]
+
+
+def verify(
+    make_model: ModelFactory, job: VerifyJob, chosen: list[Placement] | None = None
+) -> Iterator[Comparison]:
+    """Yield the comparison of each placement with the resident run, as it is done."""
+    reference = train(make_model, RESIDENT, job)
+    for placement in placements() if chosen is None else chosen:
+        run = train(make_model, placement, job)
+        names = sorted(reference.digests.keys() | run.digests.keys())
+        yield Comparison(
+            name=placement.name,
+            losses_equal=run.losses == reference.losses,
+            differing=[n for n in names if run.digests.get(n) != reference.digests.get(n)],
+            num_tensors=len(names),
+            seconds=run.seconds,
+        )
+
+
+def train(make_model: ModelFactory, placement: Placement, job: VerifyJob) -> TrainedRun:
+    """Train one placement and return its losses and digests."""
+    start = time.perf_counter()
+    torch.manual_seed(job.seed)
+    model = make_model().train()
+    options = {**job.options, **placement.options}
+    model = outcore.offload(
+        model, device=job.device, dtype=job.dtype, micro_batch=job.micro_batch, **options
+    )
+    optimizer = outcore.AdamW(
+        param_groups(model, job.weight_decay),
+        lr=job.lr,
+        betas=(0.9, 0.95),
+        max_grad_norm=job.max_grad_norm,
+    )
+    engine = outcore.engine_of(model)
+    try:
+        with injected_delays(placement.max_delay_s, job.seed):
+            losses = run_steps(model, optimizer, job)
+            optimizer.synchronize()
+        return TrainedRun(
+            losses=losses,
+            digests=dict(_digests(model, optimizer)),
+            seconds=time.perf_counter() - start,
+        )
+    finally:
+        engine.close()
+
+
+def run_steps(model: nn.Module, optimizer: torch.optim.Optimizer, job: VerifyJob) -> list[float]:
+    """Run the job's steps with a warm-up and cosine schedule; return the losses."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 4) * (1 - 0.5 * step / job.steps)
+    )
+    losses: list[Tensor] = []
+    torch.manual_seed(job.seed + 1)  # dropout
+    for batch in batches(model, job):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [float(loss) for loss in losses]
+
+
+def batches(model: nn.Module, job: VerifyJob) -> Iterator[dict[str, Tensor]]:
+    """Yield random token batches; some labels are masked, and one sequence is padded."""
+    generator = torch.Generator().manual_seed(job.seed)
+    config: Any = model.config
+    vocabulary = config.get_text_config().vocab_size
+    for _ in range(job.steps):
+        shape = (job.sequences, job.seq_len)
+        ids = torch.randint(1, vocabulary, shape, generator=generator)
+        labels = ids.clone()
+        labels[:, : job.seq_len // 4] = -100
+        mask = torch.ones_like(ids)
+        mask[0, -job.seq_len // 4 :] = 0
+        labels[mask == 0] = -100
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        yield {name: tensor.to(job.device) for name, tensor in batch.items()}
+
+
+def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Decay matrices, but not norms and biases, as is usual."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def compare_with_plain_torch(make_model: ModelFactory, job: VerifyJob) -> dict[str, float]:
+    """Return each parameter's relative difference from plain Hugging Face + torch.optim.AdamW.
+
+    In fp32 and without dropout, over the whole batch at once: torch draws dropout and rounds its
+    sums differently for other micro-batches.
+    """
+    torch.manual_seed(job.seed)
+    plain = make_model().to(job.device).float().eval()
+    theirs: Any = torch.optim.AdamW(
+        param_groups(plain, job.weight_decay), lr=job.lr, betas=(0.9, 0.95)
+    )
+    if job.max_grad_norm is not None:
+        norm = job.max_grad_norm
+        theirs.register_step_pre_hook(
+            lambda *_: nn.utils.clip_grad_norm_(plain.parameters(), norm) and None
+        )
+    run_steps(plain, theirs, job)
+    torch.manual_seed(job.seed)
+    ours = make_model().eval()
+    ours = outcore.offload(
+        ours,
+        device=job.device,
+        dtype=torch.float32,
+        micro_batch=job.sequences,
+        compile=False,
+        **job.options,
+    )
+    optimizer = outcore.AdamW(
+        param_groups(ours, job.weight_decay),
+        lr=job.lr,
+        betas=(0.9, 0.95),
+        max_grad_norm=job.max_grad_norm,
+    )
+    try:
+        run_steps(ours, optimizer, job)
+        state = ours.state_dict()
+    finally:
+        outcore.engine_of(ours).close()
+    return {
+        name: _relative_difference(state[name].to(value.device), value)
+        for name, value in plain.named_parameters()
+    }
+
+
+def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    scale = theirs.detach().double().norm()
+    difference = (ours.detach().double() - theirs.detach().double()).norm()
+    return float(difference / scale) if scale > 0 else float(difference)
+
+
+def _digests(model: nn.Module, optimizer: outcore.AdamW) -> Iterator[tuple[str, str]]:
+    for name, tensor in model.state_dict().items():
+        yield name, _digest(tensor)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, value in optimizer.state[parameter].items():
+                if isinstance(value, Tensor) and key != "step":
+                    yield f"{names[id(parameter)]}.{key}", _digest(value)
+
+
+def _digest(tensor: Tensor) -> str:
+    data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(data.numpy(), digest_size=16).hexdigest()
