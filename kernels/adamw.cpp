@@ -257,7 +257,9 @@ void for_each_chunk(int64_t n, int threads, const Run& run) {
   // its threads when the size changes, which costs more than a few that wake for nothing.
   if (threads == 0) threads = omp_get_max_threads();
   const bool parallel = threads > 1 && n > kChunk;
-#pragma omp parallel for schedule(static) num_threads(threads) if (parallel)
+// Dynamic: a thread that shares its core with whoever launches work on the device would hold up
+// all others under a static split.
+#pragma omp parallel for schedule(dynamic, 2) num_threads(threads) if (parallel)
 #else
   (void)threads;
 #endif

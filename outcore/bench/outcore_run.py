@@ -58,6 +58,8 @@ def run(job: BenchJob) -> BenchResult:
         "start_to_first_step_s": building_s + times.first_s,
         "blocks_kept": engine.policy.num_kept,
         "state_visits": engine.backend.num_visits,
+        "elements_updated": engine.backend.num_updated,
+        "host_update_s": engine.backend.host_busy_s,
         "fetches": engine.slots.num_fetches,
         "fetch_misses": engine.slots.num_misses,
         "device_budget_bytes": engine.device_ledger.budget_bytes,

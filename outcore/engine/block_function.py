@@ -39,7 +39,7 @@ class BlockCall:
             self.batches.whole()
 
     def take_tensors(self) -> list[Tensor]:
-        """Return the tensor arguments and forget them: autograd alone decides how long they live."""
+        """Return the tensor arguments and forget them: autograd decides how long they live."""
         tensors = [self.leaves[i] for i in self.positions]
         for position in self.positions:
             self.leaves[position] = None
@@ -81,7 +81,7 @@ class BlockCall:
 
 
 class _Position:
-    """Marks an output leaf that is the ``index``-th tensor; ``rows`` per sequence, None if shared."""
+    """Marks an output leaf that is the ``index``-th tensor, with ``rows`` for each sequence."""
 
     def __init__(self, index: int, rows: int | None) -> None:
         self.index = index

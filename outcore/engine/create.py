@@ -111,8 +111,8 @@ def _initialise(model: Any, module: nn.Module) -> None:
     with torch.no_grad():
         if hasattr(model, "_init_weights"):
             model._init_weights(module)
-        elif hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
 
 
 def _fill_meta_buffers(model: nn.Module, device: torch.device) -> None:

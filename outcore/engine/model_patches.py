@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from outcore.engine.block_function import BlockCall, BlockFunction, run_without_graph
-from outcore.engine.head_loss import deferred_logits
+from outcore.engine.deferred_logits import deferred_logits
 from outcore.engine.offloaded import Engine
 from outcore.engine.streamed_block import BlockServices, StreamedBlock
 from outcore.errors import OutcoreError
@@ -43,7 +43,7 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
             module, position = unit.part.module, num_blocks if unit.part.is_block else None
             num_blocks += unit.part.is_block
             block = StreamedBlock(unit, module, services, position)
-            module.forward = functools.partial(_block_forward, engine, block)  # type: ignore[method-assign]
+            module.forward = functools.partial(_block_forward, engine, block)
             if unit.part.is_block and getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
         else:
@@ -69,9 +69,7 @@ def _head_forward(
 ) -> Tensor:
     if not engine.defers_logits or hidden.dim() < 2 or torch.compiler.is_compiling():
         return original(hidden)
-    return deferred_logits(
-        hidden, head.weight, head.bias, is_compiled=engine.options.is_compiled
-    )
+    return deferred_logits(hidden, head.weight, head.bias, is_compiled=engine.options.is_compiled)
 
 
 def _take_edge_gradient(engine: Engine, unit: Unit, field: Field, parameter: Tensor) -> None:
@@ -112,10 +110,9 @@ def _patch_methods(model: nn.Module, engine: Engine) -> None:
     model.zero_grad = functools.partial(_zero_grad, engine, model.zero_grad)  # type: ignore[method-assign]
     model.to = functools.partial(_to, model, engine)  # type: ignore[method-assign]
     model._apply = _refuse_apply  # type: ignore[method-assign]
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained = functools.partial(  # type: ignore[assignment]
-            _save_pretrained, engine, model.save_pretrained
-        )
+    save: Any = getattr(model, "save_pretrained", None)
+    if save is not None:
+        model.save_pretrained = functools.partial(_save_pretrained, save)  # type: ignore[assignment]
 
 
 def _before_forward(
@@ -148,9 +145,7 @@ def _without_cache(
     return args, {**kwargs, "use_cache": False}
 
 
-def _zero_grad(
-    engine: Engine, original: Callable[[bool], None], set_to_none: bool = True
-) -> None:
+def _zero_grad(engine: Engine, original: Callable[[bool], None], set_to_none: bool = True) -> None:
     original(set_to_none)
     engine.backend.clear_gradients()
 
@@ -158,7 +153,8 @@ def _zero_grad(
 def _to(model: nn.Module, engine: Engine, *args: Any, **kwargs: Any) -> nn.Module:
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     if dtype in (None, engine.options.dtype) and (
-        device is None or (device.type == engine.device.type and device.index in (None, engine.device.index))
+        device is None
+        or (device.type == engine.device.type and device.index in (None, engine.device.index))
     ):
         return model
     raise OutcoreError(
@@ -171,9 +167,7 @@ def _refuse_apply(*_: Any, **__: Any) -> nn.Module:
     raise OutcoreError("an offloaded model cannot be moved or cast; offload it anew")
 
 
-def _save_pretrained(
-    engine: Engine, original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _save_pretrained(original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
     """Save as the model's class does, in shards small enough to need little extra memory."""
     kwargs.setdefault("max_shard_size", "2GB")
     return original(path, *args, **kwargs)

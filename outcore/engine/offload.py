@@ -6,6 +6,8 @@ streams, patch the model.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from typing import TypeVar
 
 import torch
@@ -159,6 +161,19 @@ def _open_books(options: OffloadOptions) -> tuple[Ledger, Ledger]:
             )
         if device_budget is None:
             device_budget = int(free * 0.98)
+        _use_expandable_segments()
         # The allocator itself refuses more: a budget that is only planned is not a budget.
         torch.cuda.set_per_process_memory_fraction(min(1.0, device_budget / total), options.device)
     return Ledger("host", host_budget), Ledger("device", device_budget)
+
+
+def _use_expandable_segments() -> None:
+    """Let the allocator grow its segments: fragments would otherwise count against the budget."""
+    if "PYTORCH_CUDA_ALLOC_CONF" in os.environ or "PYTORCH_ALLOC_CONF" in os.environ:
+        return  # the user has decided
+    setting = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or getattr(
+        torch.cuda.memory, "_set_allocator_settings", None
+    )
+    if setting is not None:
+        with contextlib.suppress(RuntimeError):
+            setting("expandable_segments:True")

@@ -18,7 +18,7 @@ from outcore.stream.slots import Slots
 from outcore.stream.unit import Unit
 
 # Part of the budget that the allocator's rounding and fragmentation may take.
-_SLACK = 0.04
+_SLACK = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)

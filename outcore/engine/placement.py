@@ -27,7 +27,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 def build_units(model: nn.Module, options: OffloadOptions) -> list[Unit]:
     """Return the model's units, with no memory yet."""
     heads = [m for m in (_embedding(model, "input"), _embedding(model, "output")) if m is not None]
-    units = []
+    units: list[Unit] = []
     for part in find_parts(model):
         for name, parameter in part.parameters.items():
             if parameter.dtype not in _DTYPES:
@@ -130,11 +130,15 @@ def _move_in(unit: Unit, loaded: dict[str, Tensor] | None, replaced: Replaced) -
         if unit.remainder is not None and field.trainable:
             master = values.float().reshape(-1).contiguous().to(place.device)
             remainder = unit.remainder[field.offset : field.end]
-            split_into = remainder.to(place.device) if place.device != remainder.device else remainder
+            split_into = (
+                remainder.to(place.device) if place.device != remainder.device else remainder
+            )
             split_master_(master, place.view(-1), split_into)
             remainder.copy_(split_into)
         else:
-            place.copy_(values)
+            # Cast where the values are: a cast on the way between devices goes through pageable
+            # memory.
+            place.copy_(values.to(place.dtype))
         parameter.grad = None
         if not parameter.is_meta:
             parameter.data = place  # the object stays: whoever holds it sees the new home

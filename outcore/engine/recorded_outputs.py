@@ -17,12 +17,6 @@ except ImportError:  # an older transformers 5, which records nothing this way
 Recording = dict[str, list[Any]]
 
 
-def wanted() -> bool:
-    """Whether the running forward asked for anything that a block records inside."""
-    collector = _active_collector.get() if _active_collector is not None else None
-    return bool(collector) and any(key != "hidden_states" for key in collector)
-
-
 def call_recording(function: Any, *args: Any, keys: tuple[str, ...]) -> tuple[Any, Recording]:
     """Run ``function`` with a collector of its own; return its output and the recordings."""
     recording: Recording = {key: [] for key in keys}

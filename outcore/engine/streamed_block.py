@@ -102,7 +102,12 @@ class StreamedBlock:
 
     @contextlib.contextmanager
     def saving(
-        self, inputs: Sequence[Tensor], batches: MicroBatches, tensors: Sequence[Tensor], *, keep: bool
+        self,
+        inputs: Sequence[Tensor],
+        batches: MicroBatches,
+        tensors: Sequence[Tensor],
+        *,
+        keep: bool,
     ) -> Iterator[None]:
         """Watch what the block saves: to keep it without its weights, or to learn its size once."""
         policy, signature = self._services.policy, _signature(tensors, batches)

@@ -5,6 +5,7 @@ once for the device in Triton, and once in plain torch operations for wherever n
 The arithmetic is defined in ``kernels/outcore_kernels.h``.
 """
 
+from .accumulate import accumulate_
 from .adamw import adamw_
 from .adamw_scalars import AdamWScalars
 from .library import has_library, host_isa
@@ -12,6 +13,7 @@ from .master import join_master, split_master, split_master_
 
 __all__ = [
     "AdamWScalars",
+    "accumulate_",
     "adamw_",
     "has_library",
     "host_isa",

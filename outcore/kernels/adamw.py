@@ -53,7 +53,7 @@ def adamw_(
         adamw_host.adamw_(
             loaded, weight, remainder, exp_avg, exp_avg_sq, grad, scalars=scalars, threads=threads
         )
-    elif device == "cuda" and _has_triton():
+    elif device == "cuda" and has_triton():
         from . import adamw_triton  # compiles nothing, but importing Triton takes a second
 
         adamw_triton.adamw_(weight, remainder, exp_avg, exp_avg_sq, grad, scalars=scalars)
@@ -74,5 +74,5 @@ def _moments(
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None

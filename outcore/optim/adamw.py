@@ -201,7 +201,7 @@ class AdamW(torch.optim.Optimizer):
         chunk: Chunk,
         gradient: Callable[[], Tensor],
         after: list[Fence],
-        on_read: Callable[[Fence | None], None],
+        on_read: Callable[[Fence | None], None] | None,
     ) -> None:
         """Queue an update while the backward still runs."""
         if chunk.key in self._updated_chunks:
@@ -273,7 +273,7 @@ def _as_groups(params: ParamsArg) -> Any:
     """Return param groups without frozen parameters, which have no state."""
     if isinstance(params, nn.Module):
         params = list(params.parameters())
-    groups = list(params)
+    groups: list[Any] = list(params)
     if not groups:
         raise ValueError("AdamW got an empty parameter list")
     if not isinstance(groups[0], dict):

@@ -97,6 +97,7 @@ class OptimizerBackend:
                 host_ledger=self._host_ledger,
                 pin=self._pin,
                 submit=passing,
+                direct=self._direct_gradient,
             )
         else:
             if passing is not None:
@@ -182,6 +183,11 @@ class OptimizerBackend:
             "visiting": self._visitor.num_updated if self._visitor is not None else 0,
         }
 
+    @property
+    def host_busy_s(self) -> float:
+        """Seconds that the host's cores have spent updating."""
+        return self._host.busy_s if self._host is not None else 0.0
+
     def state_replaced(self) -> None:
         """Say that state or weights were written from outside: copies on the device are stale."""
         if self._visitor is not None:
@@ -203,6 +209,9 @@ class OptimizerBackend:
         if self._visitor is not None:
             self._visitor.join()
         self.gradients = None
+
+    def _direct_gradient(self, chunk: Chunk) -> tuple[Tensor, list[Fence]] | None:
+        return self._visitor.gradient_buffer(chunk) if self._visitor is not None else None
 
     def _start_visitor_once(self) -> None:
         """Start the visitor after a first whole step, when the device's peak is known."""

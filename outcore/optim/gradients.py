@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from outcore.kernels import accumulate_
 from outcore.optim.updates import Chunk
 from outcore.store.host_arena import HostArena, aligned_bytes
 from outcore.store.ledger import Ledger
@@ -26,18 +27,30 @@ RING_BUFFERS = 16  # with chunks of 64 MiB of bf16: 1 GiB
 
 
 class Accumulator:
-    """The fp32 sum of one unit's gradients over its micro-batches, on the device."""
+    """The fp32 sum of one unit's gradients over its micro-batches, on the device.
 
-    def __init__(self, unit: Unit, memory: Tensor) -> None:
+    ``flat`` must hold zeros between the fields of the layout; the fields themselves may hold
+    anything, because the first micro-batch overwrites them.
+    """
+
+    def __init__(self, unit: Unit, flat: Tensor) -> None:
         self.unit = unit
-        self.flat = memory[: unit.layout.trainable_numel].zero_()
-        self._fields = [self.flat[f.offset : f.end].view(f.shape) for f in unit.layout.trainable]
+        self.flat = flat
+        self._fields = [flat[f.offset : f.end].view(f.shape) for f in unit.layout.trainable]
+        self._is_empty = True
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add one micro-batch's gradients, in the order of layout.trainable; None is zero."""
         for total, gradient in zip(self._fields, gradients, strict=True):
             if gradient is not None:
-                total.add_(gradient)
+                accumulate_(total, gradient, is_first=self._is_empty)
+            elif self._is_empty:
+                total.zero_()
+        self._is_empty = False
+
+    def total(self) -> Tensor:
+        """Return the sum; zero if nothing was added."""
+        return self.flat.zero_() if self._is_empty else self.flat
 
 
 class GradientSink(Protocol):
@@ -74,6 +87,7 @@ class Gradients:
             remedy="Use a larger device_memory, or freeze part of the model.",
         )
         self._sum = torch.zeros(numel, dtype=torch.float32, device=device)
+        self._sum_layout: tuple[Field, ...] = ()
         self._wires = [torch.zeros(numel, dtype=wire_dtype, device=device) for _ in range(2)]
         self._wire_free: list[Fence | None] = [None, None]
         self._turn = 0
@@ -86,11 +100,15 @@ class Gradients:
 
     def accumulator(self, unit: Unit) -> Accumulator:
         """Return the accumulator for the unit's backward; one is in use at a time."""
-        return Accumulator(unit, self._sum)
+        flat = self._sum[: unit.layout.trainable_numel]
+        if self._sum_layout != unit.layout.fields:
+            flat.zero_()  # another layout has left its values between this one's fields
+            self._sum_layout = unit.layout.fields
+        return Accumulator(unit, flat)
 
     def finish(self, accumulator: Accumulator) -> None:
         """Send a block's summed gradient on its way."""
-        unit, total = accumulator.unit, accumulator.flat
+        unit, total = accumulator.unit, accumulator.total()
         earlier = self._sink.previous(unit, 0, total.numel())
         if earlier is not None:
             total.add_(earlier)
@@ -214,11 +232,16 @@ class PassingSink:
         copy_out: Lane,
         host_ledger: Ledger,
         pin: bool,
-        submit: Callable[[Chunk, Callable[[], Tensor], list[Fence], Callable[..., None]], None],
+        submit: Callable[..., None],
+        direct: Callable[[Chunk], tuple[Tensor, list[Fence]] | None],
     ) -> None:
-        """``submit`` takes (chunk, gradient, fences, on_read) of each update."""
+        """``submit`` takes (chunk, gradient, fences, on_read) of each update.
+
+        ``direct`` says where on the device a chunk's gradient may go instead of the ring.
+        """
         self._copy_out = copy_out
         self._submit = submit
+        self._direct = direct
         self._chunks: dict[int, list[Chunk]] = {}
         for chunk in chunks:
             self._chunks.setdefault(chunk.unit.index, []).append(chunk)
@@ -244,6 +267,13 @@ class PassingSink:
         return None  # the optimizer refuses a second gradient before it gets here
 
     def _pass_on(self, chunk: Chunk, wire: Tensor, ready: Fence) -> Fence:
+        place = self._direct(chunk)
+        if place is not None:
+            buffer, free = place
+            copying = _copying(buffer, wire, self._copy_out)
+            arrived = self._copy_out.submit(copying, after=[ready, *free])
+            self._submit(chunk, lambda: buffer, [arrived], None)
+            return arrived
         held: list[Tensor] = []
 
         def copy() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
+import time
 
 from outcore.optim.updates import ChunkUpdate, UpdateQueue
 from outcore.stream.lanes import Lane, injected_delay
-
-
-_CORES_FOR_LANES = 2
 
 
 class HostUpdater:
@@ -18,10 +15,9 @@ class HostUpdater:
     def __init__(self, queue: UpdateQueue, *, refresh: Lane) -> None:
         """``refresh``: the lane that brings new weights to units that are resident."""
         self.num_updated = 0  # elements, since the start
+        self.busy_s = 0.0  # inside the kernel
         self._queue = queue
         self._refresh = refresh
-        # The threads that launch work on the device and feed the lanes need cores of their own.
-        self._threads = max(1, (os.cpu_count() or 1) - _CORES_FOR_LANES)
         self._thread = threading.Thread(target=self._run, name="outcore-host-adamw", daemon=True)
         self._thread.start()
 
@@ -29,7 +25,7 @@ class HostUpdater:
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        while (update := self._queue.take(reserved=False, others=True)) is not None:
+        while (update := self._queue.take(reserved=False, min_backlog=1)) is not None:
             try:
                 self._update(update)
             except BaseException as error:
@@ -40,7 +36,9 @@ class HostUpdater:
         for fence in update.after:
             fence.block()
         injected_delay()
-        update.apply(update.home_tensors(), update.gradient(), threads=self._threads)
+        start = time.perf_counter()
+        update.apply(update.home_tensors(), update.gradient())
+        self.busy_s += time.perf_counter() - start
         update.gradient_read(None)
         update.done.mark_issued()
         self.num_updated += update.chunk.numel

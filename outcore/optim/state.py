@@ -7,14 +7,17 @@ A bf16 weight and a 16-bit remainder are together the fp32 master, so that the s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from outcore.store.host_arena import HostArena, aligned_bytes
+from outcore.store.host_arena import OUT_OF_HOST, HostArena, aligned_bytes
 from outcore.store.ledger import Ledger
 from outcore.stream.unit import Unit
+
+_BUILDERS = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,20 +40,30 @@ class UnitState:
 
 
 def build_on_host(units: Sequence[Unit], *, ledger: Ledger, pin: bool) -> list[UnitState]:
-    """Allocate the state of ``units`` in one host arena."""
-    total = 0
-    for unit in units:
-        numel = unit.layout.trainable_numel
-        total += 2 * aligned_bytes(numel, torch.float32)
-        if unit.dtype == torch.bfloat16 and unit.remainder is None:
-            total += aligned_bytes(numel, torch.int16)
-        if unit.host_weight is None:
-            total += aligned_bytes(numel, unit.dtype)
-    arena = HostArena(total, purpose="optimizer state", ledger=ledger, pin=pin)
-    return [_on_host(unit, arena) for unit in units]
+    """Allocate the state of ``units`` in host memory, an arena for each.
+
+    Touching one arena's pages runs beside pinning another's.
+    """
+    sizes = [_host_bytes(unit) for unit in units]
+    ledger.check("optimizer state", sum(sizes), remedy=OUT_OF_HOST)  # before any is allocated
+    with ThreadPoolExecutor(max_workers=_BUILDERS) as builders:
+        return list(
+            builders.map(lambda unit, size: _on_host(unit, size, ledger, pin), units, sizes)
+        )
 
 
-def _on_host(unit: Unit, arena: HostArena) -> UnitState:
+def _host_bytes(unit: Unit) -> int:
+    numel = unit.layout.trainable_numel
+    total = 2 * aligned_bytes(numel, torch.float32)
+    if unit.dtype == torch.bfloat16 and unit.remainder is None:
+        total += aligned_bytes(numel, torch.int16)
+    if unit.host_weight is None:
+        total += aligned_bytes(numel, unit.dtype)
+    return total
+
+
+def _on_host(unit: Unit, num_bytes: int, ledger: Ledger, pin: bool) -> UnitState:
+    arena = HostArena(num_bytes, purpose="optimizer state", ledger=ledger, pin=pin)
     numel = unit.layout.trainable_numel
     if unit.host_weight is not None:
         weight = unit.host_weight[:numel]

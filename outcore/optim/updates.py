@@ -69,10 +69,11 @@ class ChunkUpdate:
     weight_ready: Fence = field(default_factory=Fence)
     done: Fence = field(default_factory=Fence)
 
-    def apply(self, tensors: Sequence[Tensor], gradient: Tensor, *, threads: int = 0) -> None:
+    def apply(self, tensors: Sequence[Tensor], gradient: Tensor) -> None:
         """Run AdamW over ``tensors`` (UnitState.tensors() cut to the chunk), wherever they are."""
         weight, *rest = tensors
-        remainder, exp_avg, exp_avg_sq = rest if len(rest) == 3 else (None, *rest)
+        remainder = rest[0] if len(rest) == 3 else None
+        exp_avg, exp_avg_sq = rest[-2:]
         for segment in self.segments:
             start = max(segment.start, self.chunk.start) - self.chunk.start
             end = min(segment.end, self.chunk.end) - self.chunk.start
@@ -85,7 +86,6 @@ class ChunkUpdate:
                 exp_avg_sq=exp_avg_sq[start:end],
                 grad=gradient[start:end],
                 scalars=self.scalars[segment.group],
-                threads=threads,
             )
 
     def home_tensors(self) -> list[Tensor]:
@@ -153,14 +153,15 @@ class UpdateQueue:
             self._reserved.add(key)
             return [self._last_done[key]] if key in self._last_done else []
 
-    def take(self, *, reserved: bool, others: bool) -> ChunkUpdate | None:
+    def take(self, *, reserved: bool, min_backlog: int | None) -> ChunkUpdate | None:
         """Return the next update, waiting for one; None when closed.
 
-        ``reserved`` admits reserved chunks, ahead of all others; ``others`` admits the rest.
+        ``reserved`` admits reserved chunks, ahead of all others; the others are admitted while
+        at least ``min_backlog`` of them wait, or not at all if that is None.
         """
         with self._changed:
             while not self._closed:
-                update = self._next(reserved, others)
+                update = self._next(reserved, min_backlog)
                 if update is not None:
                     self._waiting.remove(update)
                     self._reserved.discard(update.chunk.key)
@@ -187,12 +188,15 @@ class UpdateQueue:
             self._changed.notify_all()
             return left
 
-    def _next(self, reserved: bool, others: bool) -> ChunkUpdate | None:
-        free = None
-        for update in self._waiting:
-            if update.chunk.key in self._reserved:
-                if reserved:
+    def _next(self, reserved: bool, min_backlog: int | None) -> ChunkUpdate | None:
+        if reserved:
+            for update in self._waiting:
+                if update.chunk.key in self._reserved:
                     return update
-            elif others and free is None:
-                free = update
-        return free
+        others = [u for u in self._waiting if u.chunk.key not in self._reserved]
+        if min_backlog is None or len(others) < min_backlog:
+            return None
+        # What the next forward needs first goes first, if its gradient is there; during a backward
+        # that leaves the last blocks, which came first, for the time of the next forward.
+        ready = (u for u in others if all(fence.is_done for fence in u.after))
+        return min(ready, key=lambda u: u.chunk.key, default=others[0])

@@ -18,6 +18,10 @@ from outcore.optim.state import UnitState
 from outcore.optim.updates import Chunk, ChunkUpdate, UpdateQueue
 from outcore.stream.lanes import Fence, Lane
 
+# Chunks that wait before the visitor helps the host with them: the host moves fewer bytes for the
+# same work, so the link gets only what the host cannot keep up with.
+_MIN_BACKLOG = 12
+
 
 @dataclass(kw_only=True, eq=False)
 class _Visit:
@@ -60,6 +64,8 @@ class Visitor:
             )
             for _ in range(num_visits)
         ]
+        # Some stay free, to help the host with chunks that are not staged.
+        self._num_helping = min(4, num_visits // 2)
         self._staged: dict[tuple[int, int], _Visit] = {}
         self._generation = 0
         self._lane_in = Lane("visit-in", device)
@@ -76,6 +82,16 @@ class Visitor:
         """Say that homes were written from outside; what is staged must be brought in again."""
         self._generation += 1
 
+    def gradient_buffer(self, chunk: Chunk) -> tuple[Tensor, list[Fence]] | None:
+        """Return where a staged chunk's gradient may be put on the device, and after what.
+
+        The gradient then need not go to the host and back. None if the chunk is not staged.
+        """
+        visit = self._staged.get(chunk.key)
+        if visit is None:
+            return None
+        return visit.gradient[: chunk.numel], [visit.free] if visit.free is not None else []
+
     def _run(self) -> None:
         self._stage_ahead()
         while (update := self._take()) is not None:
@@ -88,14 +104,13 @@ class Visitor:
                 self._stage_ahead()
 
     def _take(self) -> ChunkUpdate | None:
-        """Return a staged chunk's update; with none staged, any, once a visit's buffers are free.
+        """Return a staged chunk's update; or any other, once a visit's buffers are free for it.
 
         Waiting for free buffers here, not on the lane, leaves the rest of the queue to the host.
         """
-        others = not self._staged
-        if others and self._idle[0].free is not None:
+        if self._idle and self._idle[0].free is not None:
             self._idle[0].free.block()
-        return self._queue.take(reserved=True, others=others)
+        return self._queue.take(reserved=True, min_backlog=_MIN_BACKLOG if self._idle else None)
 
     def _conduct(self, update: ChunkUpdate) -> None:
         chunk = update.chunk
@@ -115,7 +130,9 @@ class Visitor:
         resident = chunk.unit.device_weight
 
         def bring_gradient_and_update() -> None:
-            gradient.copy_(update.gradient(), non_blocking=True)
+            arrived = update.gradient()
+            if arrived.data_ptr() != gradient.data_ptr():
+                gradient.copy_(arrived, non_blocking=True)
             update.apply(buffers, gradient)
             if resident is not None:
                 resident[chunk.start : chunk.end].copy_(buffers[0])
@@ -130,7 +147,9 @@ class Visitor:
         assert visit.staged is not None
         # The forward waits for resident weights, or for streamed ones to be home; never for the
         # moments, which are most of the bytes.
-        in_place, at_home = (update.weight_ready, None) if resident is not None else (None, update.weight_ready)
+        in_place, at_home = (
+            (update.weight_ready, None) if resident is not None else (None, update.weight_ready)
+        )
         updated = self._lane_in.submit(
             bring_gradient_and_update, after=[visit.staged], fence=in_place
         )
@@ -143,7 +162,7 @@ class Visitor:
     def _stage_ahead(self) -> None:
         """Bring in the state of the first chunks of the schedule, as many as there are buffers."""
         for chunk, state in self._schedule:
-            if not self._idle:
+            if len(self._idle) <= self._num_helping:
                 break
             if chunk.key in self._staged:
                 continue

@@ -17,6 +17,7 @@ from outcore.errors import OutOfBudget
 from outcore.store.ledger import Ledger
 from outcore.units import format_bytes
 
+OUT_OF_HOST = "Raise host_memory, free host memory, or train fewer parameters."
 _ALIGN_BYTES = 256
 
 
@@ -51,11 +52,7 @@ class HostArena:
         self.is_pinned = False
         self._used_bytes = 0
         self._ledger = ledger
-        ledger.take(
-            purpose,
-            self.num_bytes,
-            remedy="Raise host_memory, free host memory, or train fewer parameters.",
-        )
+        ledger.take(purpose, self.num_bytes, remedy=OUT_OF_HOST)
         try:
             self._map = _PinnableMap(-1, self.num_bytes)
         except (OSError, ValueError) as error:

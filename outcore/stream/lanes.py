@@ -20,6 +20,11 @@ import torch
 from outcore.errors import LaneError
 
 
+def _new_event() -> torch.cuda.Event:
+    # Blocking: a thread that waits sleeps. By default it spins, on a core that AdamW needs.
+    return torch.cuda.Event(blocking=True)
+
+
 class Fence:
     """The done-mark of one piece of work.
 
@@ -39,7 +44,7 @@ class Fence:
         """Return the fence of all work that the calling thread has launched on ``device``."""
         fence = cls()
         if device.type == "cuda":
-            fence.event = torch.cuda.Event()
+            fence.event = _new_event()
             fence.event.record(torch.cuda.current_stream(device))
         fence._issued.set()
         return fence
@@ -108,6 +113,8 @@ class Lane:
             self._thread.join(timeout=5)
 
     def _run(self) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
         with torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext():
             while (item := self._queue.get()) is not None:
                 work, after, fence = item
@@ -129,7 +136,7 @@ class Lane:
             start = time.perf_counter()
             work()
             if self.stream is not None:
-                fence.event = torch.cuda.Event()
+                fence.event = _new_event()
                 fence.event.record(self.stream)
             self.busy_s += time.perf_counter() - start
         except BaseException as error:

@@ -57,8 +57,7 @@ class Slots:
             remedy="Use fewer slots (num_slots=1 is the least) or a larger device_memory.",
         )
         self._slots = [
-            _Slot(memory=torch.empty(numel, dtype=dtype, device=device))
-            for _ in range(num_slots)
+            _Slot(memory=torch.empty(numel, dtype=dtype, device=device)) for _ in range(num_slots)
         ]
         self.num_fetches = 0
         self.num_misses = 0  # fetches that were asked for only when needed

@@ -6,7 +6,9 @@ moments are compared by digest, so that verifying a large model needs no second 
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -102,20 +104,33 @@ def placements(max_delay_s: float = 0.05) -> list[Placement]:
 
 
 def verify(
-    make_model: ModelFactory, job: VerifyJob, chosen: list[Placement] | None = None
+    make_model: ModelFactory,
+    job: VerifyJob,
+    chosen: list[Placement] | None = None,
+    *,
+    reference: TrainedRun | None = None,
 ) -> Iterator[Comparison]:
-    """Yield the comparison of each placement with the resident run, as it is done."""
-    reference = train(make_model, RESIDENT, job)
+    """Yield the comparison of each placement with the resident run, as it is done.
+
+    ``reference`` is the resident run, for a caller that has trained it already.
+    """
+    if reference is None:
+        reference = train(make_model, RESIDENT, job)
     for placement in placements() if chosen is None else chosen:
-        run = train(make_model, placement, job)
-        names = sorted(reference.digests.keys() | run.digests.keys())
-        yield Comparison(
-            name=placement.name,
-            losses_equal=run.losses == reference.losses,
-            differing=[n for n in names if run.digests.get(n) != reference.digests.get(n)],
-            num_tensors=len(names),
-            seconds=run.seconds,
-        )
+        yield compare(placement.name, train(make_model, placement, job), reference)
+
+
+def compare(name: str, run: TrainedRun, reference: TrainedRun) -> Comparison:
+    """Return where ``run`` differs from ``reference``."""
+    names = sorted(reference.digests.keys() | run.digests.keys())
+    return Comparison(
+        name=name,
+        losses_equal=[_bits(loss) for loss in run.losses]
+        == [_bits(loss) for loss in reference.losses],
+        differing=[n for n in names if run.digests.get(n) != reference.digests.get(n)],
+        num_tensors=len(names),
+        seconds=run.seconds,
+    )
 
 
 def train(make_model: ModelFactory, placement: Placement, job: VerifyJob) -> TrainedRun:
@@ -145,6 +160,8 @@ def train(make_model: ModelFactory, placement: Placement, job: VerifyJob) -> Tra
         )
     finally:
         engine.close()
+        del model, optimizer, engine
+        free_memory()
 
 
 def run_steps(model: nn.Module, optimizer: torch.optim.Optimizer, job: VerifyJob) -> list[float]:
@@ -181,6 +198,13 @@ def batches(model: nn.Module, job: VerifyJob) -> Iterator[dict[str, Tensor]]:
         yield {name: tensor.to(job.device) for name, tensor in batch.items()}
 
 
+def free_memory() -> None:
+    """Give back the memory of a run whose model nobody holds any more, before the next one."""
+    gc.collect()  # a model and its engine refer to each other
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Decay matrices, but not norms and biases, as is usual."""
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -188,56 +212,6 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
-
-
-def compare_with_plain_torch(make_model: ModelFactory, job: VerifyJob) -> dict[str, float]:
-    """Return each parameter's relative difference from plain Hugging Face + torch.optim.AdamW.
-
-    In fp32 and without dropout, over the whole batch at once: torch draws dropout and rounds its
-    sums differently for other micro-batches.
-    """
-    torch.manual_seed(job.seed)
-    plain = make_model().to(job.device).float().eval()
-    theirs: Any = torch.optim.AdamW(
-        param_groups(plain, job.weight_decay), lr=job.lr, betas=(0.9, 0.95)
-    )
-    if job.max_grad_norm is not None:
-        norm = job.max_grad_norm
-        theirs.register_step_pre_hook(
-            lambda *_: nn.utils.clip_grad_norm_(plain.parameters(), norm) and None
-        )
-    run_steps(plain, theirs, job)
-    torch.manual_seed(job.seed)
-    ours = make_model().eval()
-    ours = outcore.offload(
-        ours,
-        device=job.device,
-        dtype=torch.float32,
-        micro_batch=job.sequences,
-        compile=False,
-        **job.options,
-    )
-    optimizer = outcore.AdamW(
-        param_groups(ours, job.weight_decay),
-        lr=job.lr,
-        betas=(0.9, 0.95),
-        max_grad_norm=job.max_grad_norm,
-    )
-    try:
-        run_steps(ours, optimizer, job)
-        state = ours.state_dict()
-    finally:
-        outcore.engine_of(ours).close()
-    return {
-        name: _relative_difference(state[name].to(value.device), value)
-        for name, value in plain.named_parameters()
-    }
-
-
-def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
-    scale = theirs.detach().double().norm()
-    difference = (ours.detach().double() - theirs.detach().double()).norm()
-    return float(difference / scale) if scale > 0 else float(difference)
 
 
 def _digests(model: nn.Module, optimizer: outcore.AdamW) -> Iterator[tuple[str, str]]:
@@ -251,6 +225,10 @@ def _digests(model: nn.Module, optimizer: outcore.AdamW) -> Iterator[tuple[str, 
                     yield f"{names[id(parameter)]}.{key}", _digest(value)
 
 
+def _bits(loss: float) -> bytes:
+    return struct.pack("d", loss)  # == would call NaN different from itself, and -0.0 equal to 0.0
+
+
 def _digest(tensor: Tensor) -> str:
     data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(data.numpy(), digest_size=16).hexdigest()
+    return hashlib.blake2b(data.numpy().data, digest_size=16).hexdigest()

@@ -1,9 +1,9 @@
-"""The head and its loss in chunks: the logits of a whole batch never exist.
+"""Logits that are made only when something other than cross-entropy wants them.
 
 The model's own code between head and loss is left alone: in training the head returns
 ``DeferredLogits``, a tensor that remembers what it would be. Scaling, soft-capping and casts are
-remembered too; cross-entropy then runs chunk by chunk, each back-propagated at once. Anything else
-that touches the logits gets the real ones: more memory, never another value.
+remembered too; cross-entropy then runs chunk by chunk (chunked_loss.py). Anything else that touches
+the logits gets the real ones: more memory, never another value.
 """
 
 from __future__ import annotations
@@ -14,12 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
-CHUNK_LOGITS = 1 << 28  # elements of logits that exist at a time
-
-
-_Steps = tuple[tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]], ...]
+from outcore.engine.chunked_loss import LossJob, Steps, apply_steps, chunked_loss_sum
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,16 +26,9 @@ class _Recipe:
     hidden: Tensor  # (..., hidden)
     weight: Tensor  # (vocabulary, hidden)
     bias: Tensor | None
-    steps: _Steps = ()
+    steps: Steps = ()
     dtype: torch.dtype = torch.float32
     is_compiled: bool = False
-
-
-def _make_logits(steps: _Steps, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    logits = F.linear(hidden, weight, bias)
-    for function, args, kwargs in steps:
-        logits = function(logits, *args, **kwargs)
-    return logits
 
 
 class DeferredLogits(torch.Tensor):
@@ -49,7 +39,7 @@ class DeferredLogits(torch.Tensor):
 
     @staticmethod
     def of(recipe: _Recipe, leading: Sequence[int]) -> DeferredLogits:
-        logits: DeferredLogits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        logits: DeferredLogits = torch.Tensor._make_wrapper_subclass(
             DeferredLogits,
             (*leading, recipe.weight.shape[0]),
             dtype=recipe.dtype,
@@ -64,11 +54,12 @@ class DeferredLogits(torch.Tensor):
         """Return the real logits, made once."""
         if self._made is None:
             recipe = self._recipe
-            logits = _make_logits(recipe.steps, recipe.hidden, recipe.weight, recipe.bias)
+            logits = F.linear(recipe.hidden, recipe.weight, recipe.bias)
+            logits = apply_steps(recipe.steps, logits)
             self._made = logits.view(self.shape)
         return self._made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
@@ -81,7 +72,7 @@ class DeferredLogits(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ATTRIBUTES:
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
         if logits is not None and logits._made is None:
             deferred = _defer(logits, func, args[1:], kwargs)
@@ -93,7 +84,7 @@ class DeferredLogits(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Any,
@@ -108,7 +99,16 @@ class DeferredLogits(torch.Tensor):
 
 _ATTRIBUTES = {
     getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "requires_grad", "is_cuda", "ndim", "layout", "grad_fn")
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "requires_grad",
+        "is_cuda",
+        "ndim",
+        "layout",
+        "grad_fn",
+    )
 } | {torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.is_floating_point}
 _CASTS = {torch.Tensor.float: torch.float32, torch.Tensor.bfloat16: torch.bfloat16}
 _SCALINGS = {
@@ -125,17 +125,13 @@ def _defer(
     """Return the result of ``func`` without making the logits, None if it needs them."""
     recipe, leading = logits._recipe, tuple(logits.shape[:-1])
     if func in _CASTS and not args and not kwargs:
-        step = (torch.Tensor.to, (_CASTS[func],), {})
-        cast = replace(recipe, steps=(*recipe.steps, step), dtype=_CASTS[func])
-        return DeferredLogits.of(cast, leading)
+        return DeferredLogits.of(_cast(recipe, _CASTS[func]), leading)
     if func is torch.Tensor.to and len(args) == 1 and not kwargs:
         target = torch.device(args[0]) if isinstance(args[0], str) else args[0]
         if target == logits.device:
             return logits
         if isinstance(target, torch.dtype) and target.is_floating_point:
-            step = (torch.Tensor.to, (target,), {})
-            cast = replace(recipe, steps=(*recipe.steps, step), dtype=target)
-            return DeferredLogits.of(cast, leading)
+            return DeferredLogits.of(_cast(recipe, target), leading)
         return None
     if func in _POINTWISE and not args and not kwargs:
         return DeferredLogits.of(replace(recipe, steps=(*recipe.steps, (func, (), {}))), leading)
@@ -150,6 +146,10 @@ def _defer(
     if func is F.cross_entropy:
         return _cross_entropy(logits, *args, **kwargs)
     return None
+
+
+def _cast(recipe: _Recipe, dtype: torch.dtype) -> _Recipe:
+    return replace(recipe, steps=(*recipe.steps, (torch.Tensor.to, (dtype,), {})), dtype=dtype)
 
 
 def _reshape(logits: DeferredLogits, args: tuple[Any, ...]) -> DeferredLogits | None:
@@ -199,11 +199,18 @@ def _cross_entropy(
         return None
     _check_labels(target, ignore_index, logits.shape[-1])
     count = (target != ignore_index).sum() if reduction == "mean" else None
-    bias = recipe.bias
-    loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        _Loss(recipe=recipe, target=target, ignore_index=ignore_index, smoothing=label_smoothing),
-        recipe.hidden, recipe.weight, bias if bias is not None else recipe.hidden.new_empty(0),
-    )  # fmt: skip
+    loss = chunked_loss_sum(
+        LossJob(
+            hidden=recipe.hidden,
+            weight=recipe.weight,
+            bias=recipe.bias,
+            steps=recipe.steps,
+            target=target,
+            ignore_index=ignore_index,
+            smoothing=label_smoothing,
+            is_compiled=recipe.is_compiled,
+        )
+    )
     return loss if count is None else loss / count
 
 
@@ -220,82 +227,6 @@ def _check_labels(target: Tensor, ignore_index: int, vocabulary: int) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Loss:
-    recipe: _Recipe
-    target: Tensor
-    ignore_index: int
-    smoothing: float
-
-
-def _chunk_loss(
-    steps: _Steps,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    ignore_index: int,
-    smoothing: float,
-) -> Tensor:
-    logits = _make_logits(steps, hidden, weight, bias)
-    return F.cross_entropy(
-        logits, target, ignore_index=ignore_index, reduction="sum", label_smoothing=smoothing
-    )
-
-
-class _ChunkedLoss(torch.autograd.Function):
-    """Sum of the cross-entropies; computes the gradients with the value, chunk by chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: _Loss, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        recipe = loss.recipe
-        has_bias = recipe.bias is not None
-        needs = [hidden.requires_grad, weight.requires_grad, has_bias and bias.requires_grad]
-        function = _compiled_chunk_loss() if recipe.is_compiled else _chunk_loss
-        rows = _rows(hidden.shape[0], weight.shape[0])
-        hidden_grad = torch.empty_like(hidden) if needs[0] else None
-        sums = [
-            torch.zeros(t.shape, dtype=torch.float32, device=t.device) if need else None
-            for t, need in zip((weight, bias), needs[1:], strict=True)
-        ]
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        leaf_weight = weight.detach().requires_grad_(needs[1])
-        leaf_bias = bias.detach().requires_grad_(needs[2]) if has_bias else None
-        for start in range(0, hidden.shape[0], rows):
-            cut = slice(start, start + rows)
-            part = hidden[cut].detach().requires_grad_(needs[0])
-            wanted = [
-                leaf for leaf, need in zip((part, leaf_weight, leaf_bias), needs, strict=True) if need
-            ]
-            with torch.enable_grad():
-                value = function(
-                    recipe.steps, part, leaf_weight, leaf_bias, loss.target[cut], loss.ignore_index,
-                    loss.smoothing,
-                )  # fmt: skip
-                found = iter(torch.autograd.grad(value, wanted) if wanted else ())
-            total += value.detach()
-            if hidden_grad is not None:
-                hidden_grad[cut] = next(found)
-            for running in sums:
-                if running is not None:
-                    running += next(found)
-        ctx.save_for_backward(hidden_grad, *sums)
-        ctx.dtypes = weight.dtype, bias.dtype
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden_grad, *sums = ctx.saved_tensors
-        return (
-            None,
-            None if hidden_grad is None else hidden_grad * grad.to(hidden_grad.dtype),
-            *(
-                None if total is None else torch.mul(total, grad, out=total.new_empty(0, dtype=dtype))
-                for total, dtype in zip(sums, ctx.dtypes, strict=True)
-            ),
-        )
-
-
 def deferred_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, *, is_compiled: bool
 ) -> DeferredLogits:
@@ -304,20 +235,3 @@ def deferred_logits(
         hidden=hidden, weight=weight, bias=bias, dtype=weight.dtype, is_compiled=is_compiled
     )
     return DeferredLogits.of(recipe, hidden.shape[:-1])
-
-
-def _rows(num_rows: int, vocabulary: int) -> int:
-    """Return the rows of a chunk: equal chunks, few enough logits, a multiple of 64."""
-    most = max(64, CHUNK_LOGITS // vocabulary)
-    count = -(-num_rows // most)
-    return max(1, -(-(-(-num_rows // count)) // 64) * 64)
-
-
-_compiled: Callable[..., Tensor] | None = None
-
-
-def _compiled_chunk_loss() -> Callable[..., Tensor]:
-    global _compiled
-    if _compiled is None:
-        _compiled = torch.compile(_chunk_loss, dynamic=False)
-    return _compiled

@@ -1,0 +1,51 @@
+"""The command line: `outcore`, with one file a command.
+
+Nothing here imports torch before a command runs, so that help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich import print as rich_print
+
+import outcore
+from outcore.cli import bench, verify
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="outcore",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+app.command("verify")(verify.verify_command)
+app.add_typer(bench.app, name="bench")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        rich_print(f"outcore {outcore.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _outcore(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Train Hugging Face models that live off the GPU, bit-exact and at native speed.
+
+    Training itself is Python (outcore.offload and outcore.AdamW); these commands check and measure
+    it on this machine.
+    """
+
+
+def main() -> None:
+    """Run the command that the arguments name."""
+    app()

@@ -1,0 +1,244 @@
+"""`outcore bench train`: speed and memory of Outcore on this machine, beside its peers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from datetime import datetime, timezone
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+
+from outcore.cli.bench_table import BenchTable, ratio_to
+from outcore.cli.machine import machine_facts, machine_line
+from outcore.cli.report import console_for, stop, write_json
+
+if TYPE_CHECKING:
+    from outcore.bench.job import BenchJob, BenchRow
+
+# A CPU does some 10^11 operations a second: more than this takes minutes a step.
+MOST_CPU_STEP_FLOPS = 5e12
+OUTCORE = "outcore"
+
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode="markdown", help="Measure Outcore on this machine."
+)
+
+
+class Home(str, Enum):
+    """Where tensors live between uses."""
+
+    host = "host"
+    device = "device"
+
+
+class Activations(str, Enum):
+    """What happens to a block's activations."""
+
+    auto = "auto"
+    keep = "keep"
+    recompute = "recompute"
+
+
+@app.callback()
+def _bench() -> None:
+    """Measure Outcore on this machine."""
+
+
+@app.command("train")
+def train_command(
+    shape: Annotated[
+        str, typer.Option(help="A shape by name, or a directory with a config.json.")
+    ] = "qwen2.5-7b",
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 16,
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens in a sequence.")] = 2048,
+    device_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Outcore's budget, such as 24GiB.")
+    ] = None,
+    weights: Annotated[Home, typer.Option(help="Home of Outcore's block weights.")] = Home.host,
+    state: Annotated[Home, typer.Option(help="Home of Outcore's optimizer state.")] = Home.host,
+    activations: Annotated[
+        Activations, typer.Option(help="Outcore's activations; auto keeps what fits.")
+    ] = Activations.auto,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Sequences at a time; each system's own best if unset."),
+    ] = None,
+    clip: Annotated[float, typer.Option(help="Clip the global gradient norm to this.")] = 1.0,
+    no_clip: Annotated[
+        bool, typer.Option("--no-clip", help="No clipping: updates start during the backward.")
+    ] = False,
+    tie: Annotated[
+        bool, typer.Option("--tie/--no-tie", help="Share embedding and head weights.")
+    ] = False,
+    peers: Annotated[
+        str,
+        typer.Option(metavar="NAMES", help="Other systems: native,torchao,roundpipe,deepspeed."),
+    ] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 5,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before those.")] = 3,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write raw figures as JSON; - for stdout."),
+    ] = None,
+) -> None:
+    """Time training steps of a model shape with random weights, each system in its own process.
+
+    TFLOPS count 6 × (block + head parameters) × tokens plus causal attention at half; the
+    embedding table and recomputation never count. A step is forward, backward, clipping and
+    update. A system that is not installed, or fails, becomes a row with the reason. The exit
+    status is 1 if Outcore itself fails.
+
+    Example, as in the README, then with two other systems on the same job:
+
+        outcore bench train --shape qwen2.5-7b --device-memory 24GiB --json results.json
+
+        outcore bench train --shape qwen2.5-3b --no-clip --peers native,torchao
+    """
+    console = console_for(json_file)
+    systems = [OUTCORE, *_peers(peers)]
+    _check_size(device_memory)
+    with console.status("starting torch"):
+        job = _make_job(
+            config=_config(shape, tie),
+            sequences=sequences,
+            seq_len=seq_len,
+            steps=steps,
+            warmup_steps=warmup,
+            max_grad_norm=None if no_clip else clip,
+            micro_batch=micro_batch,
+            outcore_options={
+                "device_memory": device_memory,
+                "weights": weights.value,
+                "state": state.value,
+                "activations": activations.value,
+            },
+        )
+        step_flops = _step_flops(shape, job)
+        facts = machine_facts()
+    report = {
+        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "shape": shape,
+        "machine": facts,
+        "job": asdict(job),
+        "step_flops": step_flops,
+        "systems": [],
+    }
+    _print_header(console, shape, job, facts, step_flops)
+    outcore_ran = _run(console, systems, job, report, json_file)
+    if not outcore_ran:
+        raise typer.Exit(1)
+
+
+def _peers(names: str) -> list[str]:
+    from outcore.bench.peers import peer_names
+
+    chosen = [name.strip() for name in names.split(",") if name.strip()]
+    known = [name for name in peer_names() if name != OUTCORE]
+    for name in chosen:
+        if name not in known:
+            raise typer.BadParameter(
+                f"no peer named {name!r}; known: {', '.join(known)}", param_hint="--peers"
+            )
+    return list(dict.fromkeys(chosen))
+
+
+def _check_size(device_memory: str | None) -> None:
+    from outcore.units import parse_bytes
+
+    if device_memory is not None:
+        try:
+            parse_bytes(device_memory, what="device memory")
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--device-memory") from None
+
+
+def _config(shape: str, tie: bool) -> dict[str, Any]:
+    """Return the configuration of a shape, or the one in a directory, as plain values."""
+    from outcore.shapes import shape_dict, shape_names
+
+    config_file = Path(shape) / "config.json"
+    if config_file.is_file():
+        config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
+    elif Path(shape).is_dir():
+        raise typer.BadParameter(f"{shape} has no config.json", param_hint="--shape")
+    elif shape in shape_names():
+        config = shape_dict(shape)
+    else:
+        raise typer.BadParameter(
+            f"{shape!r} is neither a shape nor a directory. Shapes: {', '.join(shape_names())}.",
+            param_hint="--shape",
+        )
+    return {**config, "tie_word_embeddings": tie}
+
+
+def _make_job(**fields: Any) -> BenchJob:
+    from outcore.bench.job import BenchJob
+
+    try:
+        return BenchJob(**fields)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _step_flops(shape: str, job: BenchJob) -> float:
+    """Return what a step is worth, after refusing what a CPU would take hours for."""
+    import torch
+
+    from outcore.bench.flops import step_flops
+
+    try:
+        flops = step_flops(job.config, job.sequences, job.seq_len)
+    except (ValueError, KeyError) as error:
+        raise typer.BadParameter(f"{shape}: {error}", param_hint="--shape") from None
+    if not torch.cuda.is_available() and flops > MOST_CPU_STEP_FLOPS:
+        stop(
+            f"torch sees no GPU here, and a step of this job is {flops / 1e12:,.1f} TFLOP: minutes "
+            "to hours on a CPU. To try the command: outcore bench train --shape smollm2-135m "
+            "--sequences 2 --seq-len 128"
+        )
+    return flops
+
+
+def _print_header(
+    console: Console, shape: str, job: BenchJob, facts: dict[str, Any], step_flops: float
+) -> None:
+    clipping = "no clipping" if job.max_grad_norm is None else f"clipped to {job.max_grad_norm:g}"
+    options = [f"{name} {value}" for name, value in job.outcore_options.items() if value]
+    console.print(f"[dim]{escape(machine_line(facts))}[/]")
+    console.print(
+        f"[bold]{escape(shape)}[/]: {job.sequences} × {job.seq_len} tokens a step, "
+        f"{step_flops / 1e12:,.3g} TFLOP, {clipping}"
+    )
+    console.print(f"[dim]outcore: {escape(', '.join(options).replace('_', ' '))}[/]")
+    if not facts["gpus"]:
+        console.print("[yellow]No GPU: this exercises the code, its figures say little.[/]")
+
+
+def _run(
+    console: Console,
+    systems: list[str],
+    job: BenchJob,
+    report: dict[str, Any],
+    json_file: str | None,
+) -> bool:
+    """Run the systems and fill the table and the report; return whether Outcore ran."""
+    from outcore.bench.job import BenchResult
+    from outcore.bench.peers.runner import run_peers
+
+    rows: list[BenchRow] = []
+    with Live(BenchTable(systems, rows), console=console, refresh_per_second=8) as live:
+        for row in run_peers(systems, job):
+            rows.append(row)
+            live.refresh()
+            report["systems"].append({**asdict(row), "outcore_ratio": ratio_to(row, rows)})
+            if json_file != "-":  # after each row, so that an interrupted run keeps what it has
+                write_json(report, json_file)
+    if json_file == "-":
+        write_json(report, json_file)
+    return isinstance(rows[0], BenchResult)

@@ -1,0 +1,81 @@
+"""The table that `outcore bench train` fills while it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markup import escape
+from rich.spinner import Spinner
+from rich.table import Table
+
+from outcore.units import format_bytes
+
+if TYPE_CHECKING:
+    from outcore.bench.job import BenchResult, BenchRow
+
+_NUMBERS = ("TFLOPS", "tok/s", "step s", "device peak", "host RSS")
+_FACTS = ("optimizer state", "fp32 master", "clips")
+
+
+def ratio_to(row: BenchRow, rows: list[BenchRow]) -> float | None:
+    """Return how many times as fast as ``row`` the first row, Outcore's, is."""
+    from outcore.bench.job import BenchResult
+
+    if not isinstance(row, BenchResult) or not isinstance(rows[0], BenchResult) or row is rows[0]:
+        return None
+    return row.step_s / rows[0].step_s
+
+
+class BenchTable:
+    """A row for each system: those that are done, the one that runs, those that wait."""
+
+    def __init__(self, systems: list[str], rows: list[BenchRow]) -> None:
+        """``rows`` is the caller's own list, which grows while the table is shown."""
+        self._systems = systems
+        self._rows = rows
+        self._spinner = Spinner("dots", style="cyan")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from outcore.bench.job import BenchResult
+
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        table.add_column("system", no_wrap=True)
+        for header in _NUMBERS:
+            table.add_column(header, justify="right")
+        for header in _FACTS:
+            table.add_column(header)
+        table.add_column("outcore is", justify="right")
+        for row in self._rows:
+            if isinstance(row, BenchResult):
+                ratio = ratio_to(row, self._rows)
+                table.add_row(row.name, *_cells(row), "–" if ratio is None else f"{ratio:.2f}x")
+            else:
+                table.add_row(row.name, "[red]failed[/]")
+        waiting = self._systems[len(self._rows) :]
+        if waiting:
+            table.add_row(waiting[0], self._spinner)
+        for name in waiting[1:]:
+            table.add_row(f"[dim]{name}[/]")
+        yield table
+        for row in self._rows:
+            if not isinstance(row, BenchResult):
+                yield f"[red]{escape(row.name)} failed:[/] {escape(row.failed)}"
+
+
+def _cells(row: BenchResult) -> list[str]:
+    return [
+        f"{row.tflops:.0f}" if row.tflops >= 10 else f"{row.tflops:.2g}",
+        f"{row.tokens_per_s:,.0f}",
+        f"{row.step_s:.3f}",
+        format_bytes(row.device_peak_bytes) if row.device_peak_bytes else "–",
+        format_bytes(row.host_rss_bytes),
+        escape(str(row.notes.get("optimizer_state", "?"))),
+        _yes_or_no(row.notes.get("fp32_master")),
+        _yes_or_no(row.notes.get("clipping")),
+    ]
+
+
+def _yes_or_no(value: object) -> str:
+    return "?" if value is None else "yes" if value else "no"

@@ -1,0 +1,215 @@
+"""`outcore verify MODEL`: does every placement train this model to the same bits, here?"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+
+from outcore.cli.machine import machine_facts, machine_line
+from outcore.cli.report import console_for, stop, write_json
+from outcore.cli.verify_table import VerifyTable
+
+if TYPE_CHECKING:
+    from outcore.verify import ModelSource, VerifyJob
+
+
+class Precision(str, Enum):
+    """What the blocks compute in."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+def verify_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A Hugging Face directory (safetensors), or the name of a shape such as "
+            "smollm2-135m, which gets random weights.",
+            show_default=False,
+        ),
+    ],
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu; the GPU if there is one.")
+    ] = None,
+    dtype: Annotated[
+        Precision | None,
+        typer.Option(
+            help="bf16 (with an fp32 master) or fp32 throughout; bf16 on a GPU, fp32 on the CPU."
+        ),
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Take the first N layers only, so that the resident run fits."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every run.")] = 20,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 4,
+    seq_len: Annotated[int, typer.Option(min=4, help="Tokens in a sequence.")] = 64,
+    micro_batch: Annotated[
+        int, typer.Option(min=1, help="Sequences that a block works on at a time.")
+    ] = 2,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write the result as JSON; - for stdout."),
+    ] = None,
+) -> None:
+    """Train MODEL in every placement and compare every bit with training in device memory.
+
+    Each run is 20 steps with clipping, a schedule, weight decay and the model's own dropout, on
+    random tokens; nothing is written to MODEL. The last row compares with plain Hugging Face and
+    torch.optim.AdamW, which agree to rounding. The exit status is 1 if anything differs.
+
+    Examples: a minute without a GPU; your own weights; blocks of 7B on the GPU:
+
+        outcore verify smollm2-135m --layers 4
+
+        outcore verify ./my-model --json result.json
+
+        outcore verify qwen2.5-7b --layers 8 --seq-len 512
+    """
+    console = console_for(json_file)
+    with console.status("starting torch"):
+        chosen_device = _start_torch(device)
+        source = _find_model(model, layers)
+        _refuse_too_large(source, chosen_device)
+        job = _make_job(chosen_device, dtype, steps, sequences, seq_len, micro_batch)
+        facts = machine_facts()
+    report = _describe(source, job, facts)
+    _print_header(console, source, job, facts)
+    passed = _run(console, source, job, report)
+    write_json(report, json_file)
+    if not passed:
+        raise typer.Exit(1)
+
+
+def _start_torch(device: str | None) -> str:
+    """Return the device to use, with deterministic algorithms where they are a choice."""
+    # Read when CUDA starts: cuBLAS is deterministic only with workspaces of its own.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    has_gpu = torch.cuda.is_available()
+    chosen = device or ("cuda" if has_gpu else "cpu")
+    if chosen.split(":")[0] not in ("cuda", "cpu"):
+        raise typer.BadParameter(f"{chosen!r} is neither cuda nor cpu", param_hint="--device")
+    if chosen.startswith("cuda"):
+        if not has_gpu:
+            stop("--device cuda, but torch sees no GPU here; --device cpu runs the same engine")
+        torch.use_deterministic_algorithms(True)
+    return chosen
+
+
+def _find_model(name: str, layers: int | None) -> ModelSource:
+    from outcore.verify import find_model
+
+    try:
+        return find_model(name, num_layers=layers)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error), param_hint="MODEL") from None
+
+
+def _refuse_too_large(source: ModelSource, device: str) -> None:
+    import torch
+
+    from outcore.store.memory_limits import available_host_bytes
+    from outcore.units import format_bytes
+
+    needed = source.resident_bytes()
+    free = available_host_bytes() if device == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if free is None or needed <= free:
+        return
+    fitting = source.layers_that_fit(free)
+    remedy = f"--layers {fitting} fits" if fitting else "Not even one layer fits: use a smaller one"
+    stop(
+        f"the run to compare with is resident, and {source.name} with {source.num_layers} layers "
+        f"then needs about {format_bytes(needed)}; {format_bytes(free)} are free. {remedy}."
+    )
+
+
+def _make_job(
+    device: str,
+    dtype: Precision | None,
+    steps: int,
+    sequences: int,
+    seq_len: int,
+    micro_batch: int,
+) -> VerifyJob:
+    import torch
+
+    from outcore.verify import VerifyJob
+
+    if dtype is None:
+        dtype = Precision.fp32 if device == "cpu" else Precision.bf16
+    return VerifyJob(
+        device=device,
+        dtype=torch.float32 if dtype is Precision.fp32 else torch.bfloat16,
+        steps=steps,
+        sequences=sequences,
+        seq_len=seq_len,
+        micro_batch=min(micro_batch, sequences),
+    )
+
+
+def _describe(source: ModelSource, job: VerifyJob, facts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": source.name,
+        "num_layers": source.num_layers,
+        "num_parameters": source.num_parameters(),
+        "machine": facts,
+        "job": {**asdict(job), "dtype": str(job.dtype).removeprefix("torch.")},
+    }
+
+
+def _print_header(
+    console: Console, source: ModelSource, job: VerifyJob, facts: dict[str, Any]
+) -> None:
+    dtype = "fp32" if job.dtype.itemsize == 4 else "bf16 with an fp32 master"
+    console.print(f"[dim]{escape(machine_line(facts))}[/]")
+    console.print(
+        f"[bold]{escape(source.name)}[/]: {source.num_layers} layers, "
+        f"{source.num_parameters() / 1e6:,.1f} M parameters, {dtype}, on {job.device}; "
+        f"{job.steps} steps of {job.sequences} × {job.seq_len} tokens"
+    )
+
+
+def _run(console: Console, source: ModelSource, job: VerifyJob, report: dict[str, Any]) -> bool:
+    """Fill the table and the report; return whether everything is as it should be."""
+    from outcore.verify import RESIDENT, check_against_plain_torch, placements, train, verify
+
+    def make() -> Any:
+        return source.make(job.device)
+
+    chosen = placements()
+    table = VerifyTable([placement.name for placement in chosen])
+    report["placements"] = []
+    with Live(table, console=console, refresh_per_second=8):
+        reference = train(make, RESIDENT, job)
+        table.resident_done(reference)
+        for comparison in verify(make, job, chosen, reference=reference):
+            table.placement_done(comparison)
+            report["placements"].append({**asdict(comparison), "is_exact": comparison.is_exact})
+        plain = check_against_plain_torch(make, job)
+        table.plain_torch_done(plain)
+    worst_name, worst = plain.worst
+    report["losses"] = reference.losses
+    report["plain_torch"] = {
+        **asdict(plain),
+        "worst_parameter": worst_name,
+        "worst_relative_difference": worst,
+        "too_far": plain.too_far,
+        "is_close": plain.is_close,
+    }
+    report["passed"] = table.has_passed
+    console.print(table.explanation())
+    return table.has_passed

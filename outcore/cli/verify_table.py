@@ -1,0 +1,117 @@
+"""The table that `outcore verify` fills while it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markup import escape
+from rich.spinner import Spinner
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from outcore.verify import Comparison, PlainTorchComparison, TrainedRun
+
+Row = tuple[str, str, str, str]  # losses, weights and moments, seconds, verdict
+_RESIDENT = "resident"
+_PLAIN = "plain Hugging Face + torch"
+_MOST_NAMED = 8
+
+
+class VerifyTable:
+    """A row for each placement: those that are done, the one that runs, those that wait."""
+
+    def __init__(self, placements: list[str]) -> None:
+        self._names = [_RESIDENT, *placements, _PLAIN]
+        self._rows: list[Row] = []
+        self._spinner = Spinner("dots", style="cyan")
+        self._differing: list[Comparison] = []
+        self._plain: PlainTorchComparison | None = None
+
+    @property
+    def has_passed(self) -> bool:
+        return not self._differing and self._plain is not None and self._plain.is_close
+
+    def resident_done(self, run: TrainedRun) -> None:
+        num_tensors = len(run.digests)
+        self._rows.append(
+            (f"{len(run.losses)}", f"{num_tensors}", f"{run.seconds:.1f}", "[dim]reference[/]")
+        )
+
+    def placement_done(self, comparison: Comparison) -> None:
+        num_equal = comparison.num_tensors - len(comparison.differing)
+        verdict = "[green]same bits[/]" if comparison.is_exact else "[bold red]differs[/]"
+        if not comparison.is_exact:
+            self._differing.append(comparison)
+        self._rows.append(
+            (
+                "equal" if comparison.losses_equal else "[red]differ[/]",
+                f"{num_equal} of {comparison.num_tensors}",
+                f"{comparison.seconds:.1f}",
+                verdict,
+            )
+        )
+
+    def plain_torch_done(self, plain: PlainTorchComparison) -> None:
+        self._plain = plain
+        verdict = "[green]agrees[/]" if plain.is_close else "[bold red]too far[/]"
+        num_close = len(plain.differences) - len(plain.too_far)
+        self._rows.append(
+            ("–", f"{num_close} of {len(plain.differences)}", f"{plain.seconds:.1f}", verdict)
+        )
+
+    def explanation(self) -> str:
+        """What the rows mean: a verdict, or what differs."""
+        lines = [line for comparison in self._differing for line in _what_differs(comparison)]
+        if self._plain is not None:
+            lines += _how_far(self._plain)
+        if self.has_passed:
+            lines.append("[bold green]Every placement trains this model to the same bits here.[/]")
+        else:
+            lines.append("[bold red]Not the same: see above.[/]")
+        return "\n".join(lines)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("placement", no_wrap=True)
+        table.add_column("losses", justify="right")
+        table.add_column("tensors equal", justify="right", no_wrap=True)
+        table.add_column("seconds", justify="right")
+        table.add_column("verdict", no_wrap=True, min_width=9)
+        for name, row in zip(self._names, self._rows, strict=False):
+            table.add_row(escape(name), *row, end_section=name == _RESIDENT)
+        waiting = self._names[len(self._rows) :]
+        if waiting:
+            table.add_row(waiting[0], "", "", "", self._spinner)
+        for name in waiting[1:]:
+            table.add_row(f"[dim]{escape(name)}[/]", "", "", "", "")
+        yield table
+
+
+def _what_differs(comparison: Comparison) -> list[str]:
+    lines = [f"[red]{escape(comparison.name)}[/] differs from the resident run"]
+    if not comparison.losses_equal:
+        lines.append("  in its losses")
+    lines += [f"  in {escape(name)}" for name in comparison.differing[:_MOST_NAMED]]
+    if len(comparison.differing) > _MOST_NAMED:
+        lines.append(f"  and {len(comparison.differing) - _MOST_NAMED} more tensors")
+    return lines
+
+
+def _how_far(plain: PlainTorchComparison) -> list[str]:
+    name, worst = plain.worst
+    lines = [
+        f"From plain Hugging Face + torch.optim.AdamW in fp32: at most {worst:.1e}, relative, in "
+        f"{escape(name) or 'no parameter'}."
+    ]
+    if plain.noise:
+        lines.append(
+            f"[dim]{len(plain.noise)} parameters, such as {escape(next(iter(plain.noise)))}, have "
+            "gradients of rounding noise: torch's own two AdamW disagree there as well.[/]"
+        )
+    lines += [
+        f"  [red]{escape(far)}[/] is {plain.differences[far]:.1e} away"
+        for far in plain.too_far[:_MOST_NAMED]
+    ]
+    return lines

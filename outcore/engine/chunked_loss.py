@@ -1,0 +1,147 @@
+"""Head and cross-entropy in chunks, each differentiated at once.
+
+The logits of a whole batch never exist, and nothing is computed twice: the gradients of a chunk
+are taken while its logits are there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+CHUNK_LOGITS = 1 << 28  # elements of logits that exist at a time
+
+Steps = tuple[tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]], ...]
+"""Element-wise functions between head and loss, with their further arguments."""
+
+
+def apply_steps(steps: Steps, logits: Tensor) -> Tensor:
+    for function, args, kwargs in steps:
+        logits = function(logits, *args, **kwargs)
+    return logits
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LossJob:
+    """What to compute the loss of. hidden (rows, hidden), weight (vocabulary, hidden)."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    steps: Steps
+    target: Tensor
+    ignore_index: int
+    smoothing: float
+    is_compiled: bool
+
+
+def chunked_loss_sum(job: LossJob) -> Tensor:
+    """Return the summed cross-entropy, differentiable in hidden, weight and bias."""
+    bias = job.bias if job.bias is not None else job.hidden.new_empty(0)
+    total: Tensor = _ChunkedLoss.apply(job, job.hidden, job.weight, bias)  # type: ignore[no-untyped-call]
+    return total
+
+
+def _loss_of_logits(
+    steps: Steps, logits: Tensor, target: Tensor, ignore_index: int, smoothing: float
+) -> Tensor:
+    """The summed loss of one chunk. logits (rows, vocabulary), target (rows,)."""
+    return F.cross_entropy(
+        apply_steps(steps, logits),
+        target,
+        ignore_index=ignore_index,
+        reduction="sum",
+        label_smoothing=smoothing,
+    )
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right`` in fp32, without a product in between where the device can."""
+    right = right.to(left.dtype)
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Sum of the cross-entropies; computes the gradients with the value, chunk by chunk.
+
+    The products with the head are written out: autograd would make a bf16 gradient of the whole
+    head for each chunk, only to add it to the sum.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, job: LossJob, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        has_bias = job.bias is not None
+        needs = [hidden.requires_grad, weight.requires_grad, has_bias and bias.requires_grad]
+        function = _compiled_loss() if job.is_compiled else _loss_of_logits
+        rows = _rows(hidden.shape[0], weight.shape[0])
+        hidden_grad = torch.empty_like(hidden) if needs[0] else None
+        weight_sum, bias_sum = (
+            torch.zeros(t.shape, dtype=torch.float32, device=t.device) if need else None
+            for t, need in zip((weight, bias), needs[1:], strict=True)
+        )
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for start in range(0, hidden.shape[0], rows):
+            cut = slice(start, start + rows)
+            part = hidden[cut]
+            logits = F.linear(part, weight, bias if has_bias else None).requires_grad_(any(needs))
+            with torch.enable_grad():
+                value = function(
+                    job.steps, logits, job.target[cut], job.ignore_index, job.smoothing
+                )
+            total += value.detach()
+            if not any(needs):
+                continue
+            (logits_grad,) = torch.autograd.grad(value, logits)
+            del value, logits
+            if hidden_grad is not None:
+                hidden_grad[cut] = logits_grad @ weight
+            if weight_sum is not None:
+                _add_product_(weight_sum, logits_grad.t(), part)
+            if bias_sum is not None:
+                bias_sum += logits_grad.sum(0, dtype=torch.float32)
+            del logits_grad
+        ctx.save_for_backward(hidden_grad, weight_sum, bias_sum)
+        ctx.dtypes = weight.dtype, bias.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_grad, *sums = ctx.saved_tensors
+        return (
+            None,
+            None if hidden_grad is None else hidden_grad * grad.to(hidden_grad.dtype),
+            *(
+                None
+                if total is None
+                else torch.mul(total, grad, out=total.new_empty(0, dtype=dtype))
+                for total, dtype in zip(sums, ctx.dtypes, strict=True)
+            ),
+        )
+
+
+def _rows(num_rows: int, vocabulary: int) -> int:
+    """Return the rows of a chunk: equal chunks, few enough logits, a multiple of 64."""
+    most = max(64, CHUNK_LOGITS // vocabulary)
+    count = max(1, math.ceil(num_rows / most))
+    return max(64, math.ceil(math.ceil(num_rows / count) / 64) * 64)
+
+
+_compiled: Callable[..., Tensor] | None = None
+
+
+def _compiled_loss() -> Callable[..., Tensor]:
+    global _compiled
+    if _compiled is None:
+        _compiled = torch.compile(_loss_of_logits, dynamic=False)
+    return _compiled

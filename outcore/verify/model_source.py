@@ -1,0 +1,125 @@
+"""Where the model to verify comes from: a Hugging Face directory, or a shape that ships.
+
+Every run needs the model anew, so a source makes it as often as asked, with the same values for
+the same seed. It also knows what a resident run takes, so that a model that is too large is
+refused before anything is trained.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from outcore.shapes import shape_config, shape_names
+
+# Weight, gradient, two moments and a second weight (fp32 in plain torch, or master and bf16).
+RESIDENT_BYTES_PER_PARAMETER = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A model that can be made again and again."""
+
+    name: str
+    config: Any
+    directory: Path | None  # None: a shape, with random weights
+
+    def make(self, device: str) -> nn.Module:
+        """Return the model; a shape's weights are drawn on ``device``, which for a GPU is fast."""
+        auto = _auto_class(self.config)
+        config = copy.deepcopy(self.config)  # offloading and training may write into it
+        if self.directory is not None:
+            model = auto.from_pretrained(
+                self.directory, config=config, dtype="auto", use_safetensors=True
+            )
+        else:
+            with torch.device(device):
+                model = auto.from_config(config)
+        assert isinstance(model, nn.Module)
+        return model
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.get_text_config().num_hidden_layers)
+
+    def num_parameters(self) -> int:
+        """Return the number of parameters, from a model on the meta device."""
+        with torch.device("meta"):
+            model = _auto_class(self.config).from_config(copy.deepcopy(self.config))
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    def resident_bytes(self) -> int:
+        """Return about how many bytes a resident run takes, without its activations."""
+        return self.num_parameters() * RESIDENT_BYTES_PER_PARAMETER
+
+    def layers_that_fit(self, num_bytes: int) -> int:
+        """Return the largest number of layers whose resident run fits into ``num_bytes``."""
+        one, two = (self.truncated(n).resident_bytes() for n in (1, 2))
+        return max(0, min(self.num_layers, (num_bytes - one) // max(1, two - one) + 1))
+
+    def truncated(self, num_layers: int) -> ModelSource:
+        """Return the same model with its first ``num_layers`` layers only."""
+        config = copy.deepcopy(self.config)
+        text = config.get_text_config()
+        before = text.num_hidden_layers
+        # Per-layer settings, such as which layers have a sliding window, follow.
+        for name, value in list(vars(text).items()):
+            if isinstance(value, list) and len(value) == before:
+                setattr(text, name, value[:num_layers])
+        text.num_hidden_layers = num_layers
+        if getattr(text, "num_decoder_layers", None):  # encoder-decoders count them apart
+            text.num_decoder_layers = min(num_layers, text.num_decoder_layers)
+        return ModelSource(name=self.name, config=config, directory=self.directory)
+
+
+def find_model(name: str, *, num_layers: int | None = None) -> ModelSource:
+    """Return the source of a directory or shape; ValueError says what there is instead."""
+    source = _find(name)
+    if num_layers is None:
+        return source
+    if not 1 <= num_layers <= source.num_layers:
+        raise ValueError(f"{name} has {source.num_layers} layers, {num_layers} were asked for")
+    return source.truncated(num_layers)
+
+
+def _find(name: str) -> ModelSource:
+    directory = Path(name)
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            raise ValueError(f"{directory} is no Hugging Face model directory: no config.json")
+        if not any(directory.glob("*.safetensors")):
+            raise ValueError(f"{directory} has a config.json, but no safetensors files to load")
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        return ModelSource(name=name, config=config, directory=directory)
+    if name in shape_names():
+        return ModelSource(name=name, config=shape_config(name), directory=None)
+    raise ValueError(_unknown(name))
+
+
+def _unknown(name: str) -> str:
+    text = f"{name!r} is neither a directory nor a shape. Shapes: {', '.join(shape_names())}."
+    looks_like_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    if looks_like_hub_name:
+        text += f" For a model of the hub: hf download {name} --local-dir DIR, then name DIR."
+    return text
+
+
+def _auto_class(config: Any) -> Any:
+    """Return the auto class of the config's architecture; causal language models by default."""
+    import transformers
+
+    names = getattr(config, "architectures", None) or [""]
+    for suffix, auto in (
+        ("ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
+        ("ForMaskedLM", "AutoModelForMaskedLM"),
+    ):
+        if names[0].endswith(suffix):
+            return getattr(transformers, auto)
+    return transformers.AutoModelForCausalLM

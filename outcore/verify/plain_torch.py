@@ -1,0 +1,140 @@
+"""The same training by plain Hugging Face and ``torch.optim.AdamW`` in fp32, to compare with.
+
+Outcore agrees with torch to rounding, not to the bit. Where a parameter's gradient is nothing but
+rounding noise (a key bias: softmax does not see it), Adam scales the noise up to full steps, and
+no two implementations agree. torch tells which parameters these are: it trains twice, with two
+AdamW implementations of its own, and where those differ, only their own distance can be asked for.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import outcore
+from outcore.verify.exactness import ModelFactory, VerifyJob, free_memory, param_groups, run_steps
+
+TOLERANCE = 1e-5  # largest relative difference from torch that counts as rounding
+NOISE = 1e-6  # torch's implementations differ by more than this: the gradient is noise
+NOISE_FACTOR = 10  # such a parameter may be this many times as far from torch as torch from itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainTorchComparison:
+    """Relative differences by parameter after all steps."""
+
+    differences: dict[str, float]  # of Outcore from torch
+    noise: dict[str, float]  # of torch from itself, for the parameters that it decides
+    seconds: float
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The parameter that differs most, and by how much; those of noise do not count."""
+        counted = {name: d for name, d in self.differences.items() if name not in self.noise}
+        # NaN is neither more nor less than anything: it must be looked for
+        return max(
+            counted.items(),
+            key=lambda item: (math.isnan(item[1]), item[1]),
+            default=("", math.nan),
+        )
+
+    @property
+    def too_far(self) -> list[str]:
+        """The parameters that differ by more than rounding explains."""
+        limits = {name: max(TOLERANCE, NOISE_FACTOR * noise) for name, noise in self.noise.items()}
+        return [n for n, d in self.differences.items() if not d <= limits.get(n, TOLERANCE)]
+
+    @property
+    def is_close(self) -> bool:
+        return not self.too_far and len(self.noise) < len(self.differences)
+
+
+def check_against_plain_torch(make_model: ModelFactory, job: VerifyJob) -> PlainTorchComparison:
+    """Train with torch twice and with Outcore once, and say how far apart they end."""
+    start = time.perf_counter()
+    theirs = train_plain(make_model, job, fused=False)
+    again = train_plain(make_model, job, fused=True)
+    differences = relative_differences(train_ours(make_model, job), theirs)
+    noise = {n: d for n, d in relative_differences(again, theirs).items() if not d <= NOISE}
+    return PlainTorchComparison(
+        differences=differences, noise=noise, seconds=time.perf_counter() - start
+    )
+
+
+def compare_with_plain_torch(make_model: ModelFactory, job: VerifyJob) -> dict[str, float]:
+    """Return each parameter's relative difference from plain Hugging Face + torch.optim.AdamW."""
+    theirs = train_plain(make_model, job, fused=False)
+    return relative_differences(train_ours(make_model, job), theirs)
+
+
+def train_plain(make_model: ModelFactory, job: VerifyJob, *, fused: bool) -> dict[str, Tensor]:
+    """Return the parameters, on the host, of a run without Outcore: fused AdamW, or foreach."""
+    torch.manual_seed(job.seed)
+    model = make_model().to(job.device).float().eval()
+    optimizer = torch.optim.AdamW(
+        param_groups(model, job.weight_decay),
+        lr=job.lr,
+        betas=(0.9, 0.95),
+        fused=fused,
+        foreach=not fused,
+    )
+    if job.max_grad_norm is not None:
+        norm = job.max_grad_norm
+
+        def clip(*_: Any) -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+        optimizer.register_step_pre_hook(clip)
+    run_steps(model, optimizer, job)
+    parameters = {name: _on_host(parameter) for name, parameter in model.named_parameters()}
+    del model, optimizer
+    free_memory()
+    return parameters
+
+
+def train_ours(make_model: ModelFactory, job: VerifyJob) -> dict[str, Tensor]:
+    """Return the parameters, on the host, of Outcore's run in fp32.
+
+    Without dropout and over the whole batch at once: torch draws dropout and rounds its sums
+    differently for other micro-batches.
+    """
+    torch.manual_seed(job.seed)
+    model = make_model().eval()
+    options = {**job.options, "dtype": torch.float32, "compile": False}
+    model = outcore.offload(model, device=job.device, micro_batch=job.sequences, **options)
+    optimizer = outcore.AdamW(
+        param_groups(model, job.weight_decay),
+        lr=job.lr,
+        betas=(0.9, 0.95),
+        max_grad_norm=job.max_grad_norm,
+    )
+    try:
+        run_steps(model, optimizer, replace(job, micro_batch=job.sequences))
+        optimizer.synchronize()
+        return {name: _on_host(parameter) for name, parameter in model.named_parameters()}
+    finally:
+        outcore.engine_of(model).close()
+        del model, optimizer
+        free_memory()
+
+
+def relative_differences(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
+    """Return, by name, the norm of the difference over the norm of ``theirs``."""
+    missing = ours.keys() ^ theirs.keys()
+    assert not missing, f"the two runs have other parameters: {sorted(missing)}"
+    return {name: _relative_difference(ours[name], value) for name, value in theirs.items()}
+
+
+def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    scale = theirs.double().norm()
+    difference = (ours.double() - theirs.double()).norm()
+    return float(difference / scale) if scale > 0 else float(difference)
+
+
+def _on_host(parameter: Tensor) -> Tensor:
+    return parameter.detach().to("cpu", copy=True)

@@ -1,0 +1,45 @@
+"""Shared by all tests: GPU tests are skipped without a GPU, and no test leaves a thread behind."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(skip)
+
+
+@pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """Tiny models lose more to the waiting of idle OpenMP threads than they gain from them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def closed_engines() -> Iterator[None]:
+    """Close every engine that the test opened, and see that its threads end."""
+    before = set(threading.enumerate())
+    yield
+    from outcore.engine.offloaded import _open_engines
+
+    for engine in list(_open_engines):
+        engine.close()
+    deadline = time.monotonic() + 5
+    while (left := _outcore_threads() - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left, f"threads left behind: {sorted(thread.name for thread in left)}"
+
+
+def _outcore_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("outcore-")}

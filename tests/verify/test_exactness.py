@@ -1,0 +1,268 @@
+"""Every placement trains to the bits of the resident run, and the harness notices when not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+import outcore
+from outcore.stream.lanes import injected_delays
+from outcore.stream.slots import Slots
+from outcore.stream.unit import Unit
+from outcore.verify import VerifyJob, compare_with_plain_torch, placements, verify
+from outcore.verify.exactness import RESIDENT, Placement, batches, param_groups, train
+
+VOCAB = 97
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def _llama(**changes: Any) -> Any:
+    config = hf.LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attention_dropout=0.1,
+        **TOKENS,
+        **changes,
+    )
+    return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def _gpt2() -> Any:
+    config = hf.GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=4, n_head=4, n_positions=64, **TOKENS
+    )
+    assert config.resid_pdrop == config.attn_pdrop == config.embd_pdrop == 0.1
+    return hf.AutoModelForCausalLM.from_config(config)
+
+
+def _mixtral() -> Any:
+    config = hf.MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        attention_dropout=0.1,
+        output_router_logits=True,
+        **TOKENS,
+    )
+    return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def _t5() -> Any:
+    config = hf.T5Config(
+        vocab_size=VOCAB,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=3,
+        num_heads=4,
+        dropout_rate=0.1,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        eos_token_id=2,
+    )
+    return hf.AutoModelForSeq2SeqLM.from_config(config)
+
+
+MODELS = {"llama": _llama, "gpt2": _gpt2, "mixtral": _mixtral, "t5": _t5}
+BOTH = {"weights": "host", "state": "host"}
+MORE_PLACEMENTS = [
+    Placement(name="both, 3 slots", options={**BOTH, "num_slots": 3}),
+    Placement(name="weights resident, kept", options={"weights": "device", "activations": "keep"}),
+    Placement(name="both, as kept as fits", options={**BOTH, "device_memory": "800KB"}),
+    Placement(
+        name="both, state visiting, 1 slot, kept",
+        options={**BOTH, "num_visits": 3, "num_slots": 1, "activations": "keep"},
+    ),
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_placement_has_the_bits_of_the_resident_run(name: str) -> None:
+    chosen = [p for p in placements() if not p.max_delay_s] + MORE_PLACEMENTS
+    for comparison in verify(MODELS[name], VerifyJob(steps=20), chosen):
+        assert comparison.num_tensors > 60
+        assert comparison.is_exact, f"{comparison.name}: {comparison.differing[:5]}"
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**BOTH, "num_slots": 1, "activations": "recompute"},
+        {**BOTH, "num_slots": 2, "activations": "keep", "num_visits": 2},
+        {**BOTH, "num_slots": 4, "num_visits": 1},
+        {"weights": "device", "state": "host", "num_visits": 2},
+        {"weights": "host", "state": "device"},
+    ],
+    ids=["1-slot", "2-slots-kept-visits", "4-slots-visit", "resident-visits", "device-state"],
+)
+def test_random_delays_do_not_show(name: str, options: dict[str, Any]) -> None:
+    """Delays of up to 50 ms a copy and update: few steps, for each is slow."""
+    job = VerifyJob(steps=2)
+    placement = Placement(name="delayed", options=options, max_delay_s=0.05)
+    (comparison,) = verify(MODELS[name], job, [placement])
+    assert comparison.is_exact, comparison.differing[:5]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_short_random_delays_over_many_steps(seed: int) -> None:
+    job = VerifyJob(steps=20, seed=seed)
+    chosen = [
+        Placement(
+            name=f"{slots} slots",
+            options={**BOTH, "num_slots": slots, "num_visits": visits},
+            max_delay_s=0.002,
+        )
+        for slots, visits in ((1, 0), (2, 2), (3, 1), (4, 3))
+    ]
+    for comparison in verify(_gpt2, job, chosen):
+        assert comparison.is_exact, f"{comparison.name}: {comparison.differing[:5]}"
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_bf16_storage(name: str) -> None:
+    """bf16 weights with an fp32 master split into weight and remainder: few steps, bf16 is slow."""
+    job = VerifyJob(steps=4, seq_len=8, dtype=torch.bfloat16)
+    chosen = [p for p in placements(max_delay_s=0.005) if "slot" not in p.name]
+    # Without oneDNN: its AMX kernels are illegal instructions in some sandboxes.
+    with torch.backends.mkldnn.flags(enabled=False):
+        for comparison in verify(MODELS[name], job, chosen):
+            assert comparison.num_tensors > 80, "no remainders"
+            assert comparison.is_exact, f"{comparison.name}: {comparison.differing[:5]}"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**BOTH, "num_slots": 2},
+        {**BOTH, "num_slots": 1, "num_visits": 2},
+        {"weights": "device", "state": "host", "num_visits": 1},
+    ],
+    ids=["streamed", "visits", "resident"],
+)
+@pytest.mark.parametrize("max_delay_s", [0.0, 0.005])
+def test_updates_during_the_backward(
+    name: str, options: dict[str, Any], max_delay_s: float
+) -> None:
+    job = VerifyJob(steps=6, max_grad_norm=None)
+    reference = train(MODELS[name], RESIDENT, job)
+    losses, weights = _train_passing(MODELS[name], job, options, max_delay_s)
+    assert losses == reference.losses
+    resident = _final_weights(MODELS[name], job)
+    assert [n for n in resident if not torch.equal(resident[n], weights[n])] == []
+
+
+def _final_weights(make_model: Callable[[], Any], job: VerifyJob) -> dict[str, torch.Tensor]:
+    return _train_passing(make_model, job, RESIDENT.options, 0.0, during=False)[1]
+
+
+def _train_passing(
+    make_model: Callable[[], Any],
+    job: VerifyJob,
+    options: dict[str, Any],
+    max_delay_s: float,
+    *,
+    during: bool = True,
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    from outcore.verify.exactness import run_steps
+
+    torch.manual_seed(job.seed)
+    model = outcore.offload(
+        make_model().train(), device="cpu", dtype=job.dtype, micro_batch=2, **options
+    )
+    optimizer = outcore.AdamW(
+        param_groups(model, job.weight_decay),
+        lr=job.lr,
+        betas=(0.9, 0.95),
+        update_during_backward=during,
+    )
+    with injected_delays(max_delay_s, seed=1):
+        losses = run_steps(model, optimizer, job)
+        optimizer.synchronize()
+    return losses, {name: t.clone() for name, t in model.state_dict().items()}
+
+
+def test_against_plain_torch() -> None:
+    """20 steps against plain Hugging Face and torch.optim.AdamW in fp32."""
+    job = VerifyJob(steps=20)
+    differences = compare_with_plain_torch(_llama, job)
+    assert max(differences.values()) <= 1e-5, max(differences, key=differences.__getitem__)
+
+
+def test_dropout_is_on() -> None:
+    """The exactness runs would prove less if dropout were off in them."""
+    job = VerifyJob(steps=1)
+    losses = {seed: train(_gpt2, RESIDENT, VerifyJob(steps=1, seed=seed)).losses for seed in (0, 1)}
+    model = _gpt2().train()
+    batch = next(batches(model, job))
+    assert float(model(**batch).loss.detach()) != float(model(**batch).loss.detach())
+    assert losses[0] != losses[1]
+
+
+# The harness must be able to fail: each of these breaks the engine on purpose.
+
+DELAYED = Placement(
+    name="broken",
+    options={**BOTH, "num_slots": 4, "activations": "recompute"},
+    max_delay_s=0.003,
+)
+
+
+def _is_exact(placement: Placement = DELAYED, **job: Any) -> bool:
+    (comparison,) = verify(_llama, VerifyJob(steps=4, **job), [placement])
+    return comparison.is_exact
+
+
+def test_unbroken_reference_of_the_broken_ones() -> None:
+    assert _is_exact()
+
+
+def test_notices_copies_that_survive_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    def update_without_a_new_version(self: Unit, fences: list[Any]) -> None:
+        self.pending = fences
+
+    monkeypatch.setattr(Unit, "update_queued", update_without_a_new_version)
+    assert not _is_exact()
+
+
+def test_notices_copies_that_do_not_wait_for_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    def update_without_waiting(self: Unit, fences: list[Any]) -> None:
+        self.version += 1
+        self.pending = []
+
+    monkeypatch.setattr(Unit, "update_queued", update_without_waiting)
+    assert not _is_exact()
+
+
+def test_notices_compute_that_does_not_wait_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    acquire = Slots.acquire
+
+    def acquire_too_early(self: Slots, unit: Unit, phase: str) -> Any:
+        monkeypatch.setattr("outcore.stream.lanes.Fence.before_compute", lambda self: None)
+        try:
+            return acquire(self, unit, phase)
+        finally:
+            monkeypatch.undo()
+            monkeypatch.setattr(Slots, "acquire", acquire_too_early)
+
+    monkeypatch.setattr(Slots, "acquire", acquire_too_early)
+    assert not _is_exact()
+
+
+def test_notices_recomputes_with_other_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The resident run recomputes; a kept one does not, so a wrong random state must show."""
+    monkeypatch.setattr("outcore.engine.random_state.RandomState.restore", lambda self: None)
+    assert not _is_exact(Placement(name="kept", options={**BOTH, "activations": "keep"}))
