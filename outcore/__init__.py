@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outcore.engine.create import from_config, load
-    from outcore.engine.offload import engine_of, offload, synchronize
+    from outcore.engine.offload import engine_of, offload, release, synchronize
     from outcore.errors import (
         LaneError,
         NonFiniteGradient,
@@ -32,6 +32,7 @@ __all__ = [
     "from_config",
     "load",
     "offload",
+    "release",
     "synchronize",
 ]
 
@@ -39,7 +40,7 @@ __all__ = [
 # `outcore --help` should not.
 _HOMES = {
     "outcore.engine.create": ("from_config", "load"),
-    "outcore.engine.offload": ("engine_of", "offload", "synchronize"),
+    "outcore.engine.offload": ("engine_of", "offload", "release", "synchronize"),
     "outcore.errors": (
         "LaneError",
         "NonFiniteGradient",

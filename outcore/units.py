@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 _FACTORS = {
     "": 1,
@@ -16,7 +17,7 @@ _FACTORS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_PATTERN = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
+_PATTERN = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$", re.ASCII)
 
 
 def parse_bytes(size: int | str, *, what: str = "size") -> int:
@@ -27,7 +28,7 @@ def parse_bytes(size: int | str, *, what: str = "size") -> int:
         match = _PATTERN.match(size)
         if match is None or match.group(2).lower() not in _FACTORS:
             raise ValueError(f"{what} {size!r} is not a size; write for example '24GiB' or '800MB'")
-        num_bytes = int(float(match.group(1)) * _FACTORS[match.group(2).lower()])
+        num_bytes = int(Decimal(match.group(1)) * _FACTORS[match.group(2).lower()])
     else:
         num_bytes = size
     if num_bytes <= 0:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.live import Live
 from rich.markup import escape
 
 from outcore.cli.bench_table import BenchTable, ratio_to
 from outcore.cli.machine import machine_facts, machine_line
-from outcore.cli.report import console_for, stop, write_json
+from outcore.cli.report import console_for, shown_while_filled, stop, write_json
 
 if TYPE_CHECKING:
     from outcore.bench.job import BenchJob, BenchRow
@@ -78,7 +77,9 @@ def train_command(
     ] = False,
     peers: Annotated[
         str,
-        typer.Option(metavar="NAMES", help="Other systems: native,torchao,roundpipe,deepspeed."),
+        typer.Option(
+            metavar="NAMES", help="Others, with commas: native, torchao, roundpipe, deepspeed."
+        ),
     ] = "",
     steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 5,
     warmup: Annotated[int, typer.Option(min=1, help="Steps before those.")] = 3,
@@ -232,10 +233,9 @@ def _run(
     from outcore.bench.peers.runner import run_peers
 
     rows: list[BenchRow] = []
-    with Live(BenchTable(systems, rows), console=console, refresh_per_second=8) as live:
+    with shown_while_filled(BenchTable(systems, rows), console):
         for row in run_peers(systems, job):
             rows.append(row)
-            live.refresh()
             report["systems"].append({**asdict(row), "outcore_ratio": ratio_to(row, rows)})
             if json_file != "-":  # after each row, so that an interrupted run keeps what it has
                 write_json(report, json_file)

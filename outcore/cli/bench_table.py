@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -10,13 +10,22 @@ from rich.markup import escape
 from rich.spinner import Spinner
 from rich.table import Table
 
-from outcore.units import format_bytes
-
 if TYPE_CHECKING:
     from outcore.bench.job import BenchResult, BenchRow
 
-_NUMBERS = ("TFLOPS", "tok/s", "step s", "device peak", "host RSS")
-_FACTS = ("optimizer state", "fp32 master", "clips")
+# Headers with the least width that cuts no figure off, so that the table fits 80 columns.
+_COLUMNS = {
+    "TFLOPS": 6,
+    "tok/s": 6,
+    "step s": 5,
+    "device GiB": 6,
+    "host GiB": 5,
+    "optim. state": 7,
+    "fp32 master": 6,
+    "clips": 5,
+    "outcore is": 7,
+}
+_WORDS = ("optim. state", "fp32 master", "clips")
 
 
 def ratio_to(row: BenchRow, rows: list[BenchRow]) -> float | None:
@@ -40,13 +49,11 @@ class BenchTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from outcore.bench.job import BenchResult
 
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
         table.add_column("system", no_wrap=True)
-        for header in _NUMBERS:
-            table.add_column(header, justify="right")
-        for header in _FACTS:
-            table.add_column(header)
-        table.add_column("outcore is", justify="right")
+        for header, width in _COLUMNS.items():
+            side: Literal["left", "right"] = "left" if header in _WORDS else "right"
+            table.add_column(header, justify=side, min_width=width)
         for row in self._rows:
             if isinstance(row, BenchResult):
                 ratio = ratio_to(row, self._rows)
@@ -58,7 +65,9 @@ class BenchTable:
             table.add_row(waiting[0], self._spinner)
         for name in waiting[1:]:
             table.add_row(f"[dim]{name}[/]")
+        yield ""
         yield table
+        yield ""
         for row in self._rows:
             if not isinstance(row, BenchResult):
                 yield f"[red]{escape(row.name)} failed:[/] {escape(row.failed)}"
@@ -69,8 +78,8 @@ def _cells(row: BenchResult) -> list[str]:
         f"{row.tflops:.0f}" if row.tflops >= 10 else f"{row.tflops:.2g}",
         f"{row.tokens_per_s:,.0f}",
         f"{row.step_s:.3f}",
-        format_bytes(row.device_peak_bytes) if row.device_peak_bytes else "–",
-        format_bytes(row.host_rss_bytes),
+        f"{row.device_peak_bytes / 2**30:.1f}" if row.device_peak_bytes else "–",
+        f"{row.host_rss_bytes / 2**30:.1f}",
         escape(str(row.notes.get("optimizer_state", "?"))),
         _yes_or_no(row.notes.get("fp32_master")),
         _yes_or_no(row.notes.get("clipping")),

@@ -5,13 +5,16 @@ With `--json -` standard output is the JSON and nothing else; the table moves to
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.markup import escape
 
 
@@ -35,6 +38,19 @@ def write_json(report: dict[str, Any], json_file: str | None) -> None:
         sys.stdout.write(text)
     elif json_file is not None:
         Path(json_file).write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def shown_while_filled(table: RenderableType, console: Console) -> Iterator[None]:
+    """Show the table and keep it up to date; where nobody watches, print it once it is full."""
+    if console.is_terminal:
+        with Live(table, console=console, refresh_per_second=8):
+            yield
+        return
+    try:
+        yield
+    finally:
+        console.print(table)
 
 
 def stop(message: str) -> NoReturn:

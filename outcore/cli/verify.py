@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.live import Live
 from rich.markup import escape
 
 from outcore.cli.machine import machine_facts, machine_line
-from outcore.cli.report import console_for, stop, write_json
+from outcore.cli.report import console_for, shown_while_filled, stop, write_json
 from outcore.cli.verify_table import VerifyTable
+from outcore.errors import OutcoreError
 
 if TYPE_CHECKING:
     from outcore.verify import ModelSource, VerifyJob
@@ -48,11 +48,11 @@ def verify_command(
     ] = None,
     layers: Annotated[
         int | None,
-        typer.Option(min=1, help="Take the first N layers only, so that the resident run fits."),
+        typer.Option(min=2, help="Take the first N layers only, so that the resident run fits."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every run.")] = 20,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 4,
-    seq_len: Annotated[int, typer.Option(min=4, help="Tokens in a sequence.")] = 64,
+    seq_len: Annotated[int, typer.Option(min=4, help="Tokens in a sequence.")] = 32,
     micro_batch: Annotated[
         int, typer.Option(min=1, help="Sequences that a block works on at a time.")
     ] = 2,
@@ -63,13 +63,13 @@ def verify_command(
 ) -> None:
     """Train MODEL in every placement and compare every bit with training in device memory.
 
-    Each run is 20 steps with clipping, a schedule, weight decay and the model's own dropout, on
+    Each run has clipping, a schedule, weight decay and the model's own dropout, on
     random tokens; nothing is written to MODEL. The last row compares with plain Hugging Face and
     torch.optim.AdamW, which agree to rounding. The exit status is 1 if anything differs.
 
-    Examples: a minute without a GPU; your own weights; blocks of 7B on the GPU:
+    Examples: minutes without a GPU; your own weights; blocks of 7B on the GPU:
 
-        outcore verify smollm2-135m --layers 4
+        outcore verify smollm2-135m --layers 2 --steps 5
 
         outcore verify ./my-model --json result.json
 
@@ -84,7 +84,10 @@ def verify_command(
         facts = machine_facts()
     report = _describe(source, job, facts)
     _print_header(console, source, job, facts)
-    passed = _run(console, source, job, report)
+    try:
+        passed = _run(console, source, job, report)
+    except OutcoreError as error:
+        stop(str(error))
     write_json(report, json_file)
     if not passed:
         raise typer.Exit(1)
@@ -130,7 +133,7 @@ def _refuse_too_large(source: ModelSource, device: str) -> None:
     if free is None or needed <= free:
         return
     fitting = source.layers_that_fit(free)
-    remedy = f"--layers {fitting} fits" if fitting else "Not even one layer fits: use a smaller one"
+    remedy = f"--layers {fitting} fits" if fitting >= 2 else "Not even two layers fit"
     stop(
         f"the run to compare with is resident, and {source.name} with {source.num_layers} layers "
         f"then needs about {format_bytes(needed)}; {format_bytes(free)} are free. {remedy}."
@@ -193,7 +196,7 @@ def _run(console: Console, source: ModelSource, job: VerifyJob, report: dict[str
     chosen = placements()
     table = VerifyTable([placement.name for placement in chosen])
     report["placements"] = []
-    with Live(table, console=console, refresh_per_second=8):
+    with shown_while_filled(table, console):
         reference = train(make, RESIDENT, job)
         table.resident_done(reference)
         for comparison in verify(make, job, chosen, reference=reference):

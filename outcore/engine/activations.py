@@ -100,7 +100,8 @@ def saving(
             count.see(tensor)
         if rebind and tensor.untyped_storage().data_ptr() == base:
             return tensor.storage_offset() - start, tensor.shape, tensor.stride()
-        return tensor
+        # Detached: an operation that saves its own output would otherwise hold itself for ever.
+        return tensor.detach()
 
     def unpack(saved: Any) -> Tensor:
         if isinstance(saved, Tensor):

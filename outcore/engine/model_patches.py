@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,16 +44,23 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
             module, position = unit.part.module, num_blocks if unit.part.is_block else None
             num_blocks += unit.part.is_block
             block = StreamedBlock(unit, module, services, position)
-            module.forward = functools.partial(_block_forward, engine, block)
+            _replace(engine, module, "forward", functools.partial(_block_forward, engine, block))
             if unit.part.is_block and getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
         else:
             for field in unit.layout.trainable:
-                hook = functools.partial(_take_edge_gradient, engine, unit, field)
-                unit.parameters[field.name].register_post_accumulate_grad_hook(hook)
-    _make_edges_wait(model, engine.units)
+                # Weak: the collector cannot see through a hook that autograd holds.
+                hook = functools.partial(
+                    _take_edge_gradient, weakref.ref(engine), weakref.ref(unit), field
+                )
+                parameter = unit.parameters[field.name]
+                engine.undo_patches.append(
+                    parameter.register_post_accumulate_grad_hook(hook).remove
+                )
+    _make_edges_wait(model, engine)
     if head is not None:
-        head.forward = functools.partial(_head_forward, engine, head, head.forward)  # type: ignore[method-assign]
+        forward = functools.partial(_head_forward, engine, head, head.forward)
+        _replace(engine, head, "forward", forward)
     _patch_methods(model, engine)
 
 
@@ -72,16 +80,36 @@ def _head_forward(
     return deferred_logits(hidden, head.weight, head.bias, is_compiled=engine.options.is_compiled)
 
 
-def _take_edge_gradient(engine: Engine, unit: Unit, field: Field, parameter: Tensor) -> None:
+def _take_edge_gradient(
+    engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit], field: Field, parameter: Tensor
+) -> None:
     """Send an edge's gradient to its home; without an optimizer it stays in ``.grad``."""
-    if engine.backend.gradients is not None and parameter.grad is not None:
+    engine, unit = engine_ref(), unit_ref()
+    if engine is None or unit is None or engine.backend.gradients is None:
+        return
+    if parameter.grad is not None:
         gradient, parameter.grad = parameter.grad, None
         engine.backend.gradients.edge(unit, field, gradient)
 
 
-def _make_edges_wait(model: nn.Module, units: Sequence[Unit]) -> None:
+def _replace(engine: Engine, module: nn.Module, name: str, value: Any) -> None:
+    """Give this one instance another attribute, over its class's."""
+    before = module.__dict__.get(name)
+    setattr(module, name, value)
+
+    def undo() -> None:
+        if before is None:
+            delattr(module, name)
+        else:
+            setattr(module, name, before)
+
+    engine.undo_patches.append(undo)
+
+
+def _make_edges_wait(model: nn.Module, engine: Engine) -> None:
     """Before a module uses resident weights of its own, wait for their updates."""
-    unit_of = {id(p): u for u in units if not u.arrives_whole for p in u.parameters.values()}
+    edges = [unit for unit in engine.units if not unit.arrives_whole]
+    unit_of = {id(p): unit for unit in edges for p in unit.parameters.values()}
     for module in model.modules():
         own = {
             unit_of[id(p)].index: unit_of[id(p)]
@@ -90,7 +118,7 @@ def _make_edges_wait(model: nn.Module, units: Sequence[Unit]) -> None:
         }
         if own:
             waits = functools.partial(_wait_for, list(own.values()))
-            module.register_forward_pre_hook(waits)
+            engine.undo_patches.append(module.register_forward_pre_hook(waits).remove)
 
 
 def _wait_for(units: Sequence[Unit], module: nn.Module, args: Any) -> None:
@@ -100,19 +128,36 @@ def _wait_for(units: Sequence[Unit], module: nn.Module, args: Any) -> None:
 
 def _patch_methods(model: nn.Module, engine: Engine) -> None:
     caching = next((m for m in model.modules() if _takes_use_cache(m)), None)
-    model.register_forward_pre_hook(functools.partial(_before_forward, engine), with_kwargs=True)
+    before = functools.partial(_before_forward, engine)
+    hooks = [
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_state_dict_pre_hook(lambda *_: engine.synchronize()),
+        model.register_load_state_dict_pre_hook(lambda *_: engine.synchronize()),
+        model.register_load_state_dict_post_hook(lambda *_: engine.weights_replaced()),
+    ]
     if caching is not None:
-        caching.register_forward_pre_hook(_without_cache, with_kwargs=True)
-    model.register_state_dict_pre_hook(lambda *_: engine.synchronize())
-    model.register_load_state_dict_pre_hook(lambda *_: engine.synchronize())
-    model.register_load_state_dict_post_hook(lambda *_: engine.weights_replaced())
-    model._outcore_engine = engine  # type: ignore[assignment]
-    model.zero_grad = functools.partial(_zero_grad, engine, model.zero_grad)  # type: ignore[method-assign]
-    model.to = functools.partial(_to, model, engine)  # type: ignore[method-assign]
-    model._apply = _refuse_apply  # type: ignore[method-assign]
+        hooks.append(caching.register_forward_pre_hook(_without_cache, with_kwargs=True))
+    engine.undo_patches += [hook.remove for hook in hooks]
+    replacements: dict[str, Any] = {
+        "_outcore_engine": engine,
+        "zero_grad": functools.partial(_zero_grad, engine, model.zero_grad),
+        "to": functools.partial(_to, model, engine),
+        "_apply": _refuse_apply,
+    }
     save: Any = getattr(model, "save_pretrained", None)
     if save is not None:
-        model.save_pretrained = functools.partial(_save_pretrained, save)  # type: ignore[assignment]
+        replacements["save_pretrained"] = functools.partial(_save_pretrained, save)
+    for name, value in replacements.items():
+        _replace(engine, model, name, value)
+
+
+def unpatch_model(engine: Engine) -> None:
+    """Give the model its own methods back, last change first."""
+    while engine.undo_patches:
+        engine.undo_patches.pop()()
+    for unit in engine.units:
+        for parameter in unit.parameters.values():
+            del parameter._outcore  # type: ignore[attr-defined]
 
 
 def _before_forward(

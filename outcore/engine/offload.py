@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from outcore.engine.model_patches import patch_model
+from outcore.engine.model_patches import patch_model, unpatch_model
 from outcore.engine.offloaded import Engine
 from outcore.engine.options import OffloadOptions, check_options
 from outcore.engine.placement import (
@@ -139,6 +139,18 @@ def engine_of(model: nn.Module) -> Engine:
 def synchronize(model: nn.Module) -> None:
     """Wait until every queued update is done, so that parameters can be read directly."""
     engine_of(model).synchronize()
+
+
+def release(model: nn.Module) -> None:
+    """Make an offloaded model an ordinary one again, and end its threads.
+
+    Parameters keep their values and stay where they are (block weights in host memory): move the
+    model with ``.to(device)`` to use it, or offload it anew.
+    """
+    engine = engine_of(model)
+    engine.synchronize()
+    unpatch_model(engine)
+    engine.close()
 
 
 def _open_books(options: OffloadOptions) -> tuple[Ledger, Ledger]:

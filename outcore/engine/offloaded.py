@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,7 @@ class Engine:
         self.device_ledger = device_ledger
         self.slots = slots
         self.defers_logits = False
+        self.undo_patches: list[Callable[[], None]] = []
         self.policy = ActivationPolicy(
             options.activations,
             num_blocks=sum(unit.part.is_block for unit in units),
@@ -138,11 +140,14 @@ class Engine:
 
     def close(self) -> None:
         """End every background thread. Parameters stay readable where they are."""
-        if self._is_closed:
+        if getattr(self, "_is_closed", True):
             return
         self._is_closed = True
         self.backend.close()
         self._copy_in.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()

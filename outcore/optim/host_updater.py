@@ -22,7 +22,7 @@ class HostUpdater:
         self._thread.start()
 
     def join(self) -> None:
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=2)
 
     def _run(self) -> None:
         while (update := self._queue.take(reserved=False, min_backlog=1)) is not None:

@@ -8,6 +8,7 @@ once. After them it shares the queue with the host's cores. The home of the stat
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,11 +71,16 @@ class Visitor:
         self._generation = 0
         self._lane_in = Lane("visit-in", device)
         self._lane_out = Lane("visit-out", device)
-        self._thread = threading.Thread(target=self._run, name="outcore-visitor", daemon=True)
+        self._thread = threading.Thread(
+            target=_conduct_visits,
+            args=(weakref.ref(self), queue),
+            name="outcore-visitor",
+            daemon=True,
+        )
         self._thread.start()
 
     def join(self) -> None:
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=2)
         self._lane_in.close()
         self._lane_out.close()
 
@@ -92,25 +98,24 @@ class Visitor:
             return None
         return visit.gradient[: chunk.numel], [visit.free] if visit.free is not None else []
 
-    def _run(self) -> None:
-        self._stage_ahead()
-        while (update := self._take()) is not None:
-            try:
-                self._conduct(update)
-            except BaseException as error:
-                update.fail(error)
-            del update  # hold no tensor while idle
-            if not self._queue.has_work():
-                self._stage_ahead()
+    def _run_one(self, update: ChunkUpdate) -> None:
+        try:
+            self._conduct(update)
+        except BaseException as error:
+            update.fail(error)
+        if not self._queue.has_work():
+            self._stage_ahead()
 
-    def _take(self) -> ChunkUpdate | None:
-        """Return a staged chunk's update; or any other, once a visit's buffers are free for it.
+    def _admitted_backlog(self) -> int | None:
+        """Return how many chunks must wait before one that is not staged may be taken.
 
         Waiting for free buffers here, not on the lane, leaves the rest of the queue to the host.
         """
-        if self._idle and self._idle[0].free is not None:
+        if not self._idle:
+            return None
+        if self._idle[0].free is not None:
             self._idle[0].free.block()
-        return self._queue.take(reserved=True, min_backlog=_MIN_BACKLOG if self._idle else None)
+        return _MIN_BACKLOG
 
     def _conduct(self, update: ChunkUpdate) -> None:
         chunk = update.chunk
@@ -182,3 +187,20 @@ class Visitor:
         visit.generation = self._generation
         earlier = [visit.free] if visit.free is not None else []
         visit.staged = self._lane_in.submit(bring, after=[*earlier, *after])
+
+
+def _conduct_visits(reference: weakref.ref[Visitor], queue: UpdateQueue) -> None:
+    """The visitor's thread. It refers to the visitor, and so to all state, only while it works."""
+    visitor = reference()
+    if visitor is not None:
+        visitor._stage_ahead()
+    while visitor is not None:
+        min_backlog = visitor._admitted_backlog()
+        del visitor
+        update = queue.take(reserved=True, min_backlog=min_backlog)
+        visitor = reference()
+        if update is None:
+            return
+        if visitor is not None:
+            visitor._run_one(update)
+        del update

@@ -110,7 +110,7 @@ class Lane:
         self._closing = True
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=5)
+            self._thread.join(timeout=2)
 
     def _run(self) -> None:
         if self._device is not None:

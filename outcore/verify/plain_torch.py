@@ -8,6 +8,7 @@ AdamW implementations of its own, and where those differ, only their own distanc
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from dataclasses import dataclass, replace
@@ -84,17 +85,13 @@ def train_plain(make_model: ModelFactory, job: VerifyJob, *, fused: bool) -> dic
         foreach=not fused,
     )
     if job.max_grad_norm is not None:
-        norm = job.max_grad_norm
-
-        def clip(*_: Any) -> None:
-            nn.utils.clip_grad_norm_(model.parameters(), norm)
-
-        optimizer.register_step_pre_hook(clip)
-    run_steps(model, optimizer, job)
-    parameters = {name: _on_host(parameter) for name, parameter in model.named_parameters()}
-    del model, optimizer
-    free_memory()
-    return parameters
+        optimizer.register_step_pre_hook(functools.partial(_clip, model, job.max_grad_norm))
+    try:
+        run_steps(model, optimizer, job)
+        return {name: _on_host(parameter) for name, parameter in model.named_parameters()}
+    finally:
+        del model, optimizer
+        free_memory()
 
 
 def train_ours(make_model: ModelFactory, job: VerifyJob) -> dict[str, Tensor]:
@@ -134,6 +131,10 @@ def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
     scale = theirs.double().norm()
     difference = (ours.double() - theirs.double()).norm()
     return float(difference / scale) if scale > 0 else float(difference)
+
+
+def _clip(model: nn.Module, max_grad_norm: float, *_: Any) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
 
 
 def _on_host(parameter: Tensor) -> Tensor:

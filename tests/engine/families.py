@@ -66,7 +66,9 @@ _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 FAMILIES = [
     Family(name="llama", config=_llama_like(hf.LlamaConfig)),
-    Family(name="llama-bias", config=_llama_like(hf.LlamaConfig, attention_bias=True, mlp_bias=True)),
+    Family(
+        name="llama-bias", config=_llama_like(hf.LlamaConfig, attention_bias=True, mlp_bias=True)
+    ),
     Family(name="llama-tied", config=_llama_like(hf.LlamaConfig, tie_word_embeddings=True)),
     Family(name="qwen2", config=_llama_like(hf.Qwen2Config)),
     Family(name="qwen3", config=_llama_like(hf.Qwen3Config, head_dim=8)),

@@ -215,6 +215,11 @@ class _Failing(nn.Module):
         return nn.functional.silu(x)
 
 
+def _several_backwards(model: Any, batch: dict[str, Any]) -> None:
+    for _ in range(4):
+        model(**batch).loss.backward()
+
+
 @pytest.mark.parametrize("num_slots", [1, 2])
 def test_an_interrupt_while_waiting_for_weights(
     num_slots: int, monkeypatch: pytest.MonkeyPatch
@@ -238,8 +243,7 @@ def test_an_interrupt_while_waiting_for_weights(
 
         monkeypatch.setattr(Fence, "before_compute", wait)
         with pytest.raises(KeyboardInterrupt):
-            for _ in range(4):
-                model(**batch).loss.backward()
+            _several_backwards(model, batch)
         monkeypatch.setattr(Fence, "before_compute", before_compute)
         optimizer.zero_grad()
     model(**batch).loss.backward()

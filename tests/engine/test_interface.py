@@ -146,9 +146,7 @@ def test_a_loss_that_is_an_autograd_function_of_its_own() -> None:
         def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
             return 2 * grad * ctx.saved_tensors[0]
 
-    assert_same_gradients(
-        lambda model: SquareSum.apply(model(input_ids=batch["input_ids"]).logits)
-    )
+    assert_same_gradients(lambda model: SquareSum.apply(model(input_ids=batch["input_ids"]).logits))
 
 
 def test_logits_that_were_first_read_without_gradients() -> None:
@@ -245,7 +243,7 @@ def test_all_labels_masked() -> None:
 
 def test_mean_of_chunks_is_the_mean_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows than a chunk holds: chunks of 64 rows out of 5 x 40."""
-    monkeypatch.setattr("outcore.engine.head_loss.CHUNK_LOGITS", 64 * VOCAB)
+    monkeypatch.setattr("outcore.engine.chunked_loss.CHUNK_LOGITS", 64 * VOCAB)
     batch = batch_of(seq_len=40)
     assert_same_gradients(lambda model: model(**batch).loss)
     assert_same_gradients(lambda model: model(**batch).loss, BY_NAME["gemma2"])
@@ -261,7 +259,7 @@ def test_the_logits_of_a_whole_batch_never_exist(monkeypatch: pytest.MonkeyPatch
             rows.append(x.shape[:-1].numel())
         return linear(x, weight, bias)
 
-    monkeypatch.setattr("outcore.engine.head_loss.CHUNK_LOGITS", 64 * VOCAB)
+    monkeypatch.setattr("outcore.engine.chunked_loss.CHUNK_LOGITS", 64 * VOCAB)
     monkeypatch.setattr(F, "linear", watched)
     for family in (LLAMA, BY_NAME["gemma2"], BY_NAME["granite"], BY_NAME["cohere"]):
         rows.clear()
@@ -328,7 +326,7 @@ def test_gradient_of_encoder_states() -> None:
 
 def test_autograd_grad_leaves_no_gradient_behind() -> None:
     """torch.autograd.grad gives what was asked for and adds nothing to parameters."""
-    model, optimizer = with_optimizer(offloaded(LLAMA.make()))
+    model, _ = with_optimizer(offloaded(LLAMA.make()))
     batch = batch_of()
     embeddings = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
     loss = model(inputs_embeds=embeddings, labels=batch["labels"]).loss
@@ -466,7 +464,7 @@ def test_train_and_eval() -> None:
 
 @pytest.mark.parametrize("micro_batch", [2, 5])
 def test_dropout_in_the_recompute(micro_batch: int) -> None:
-    """Recomputed and kept blocks give the same bits, and the generator goes on as in the forward."""
+    """Recomputed and kept blocks give the same bits, and leave the generator as it was."""
     found = []
     for activations in ("keep", "recompute"):
         model, _ = with_optimizer(
@@ -550,9 +548,7 @@ def test_generate_between_steps() -> None:
                 ours = model.generate(prompt, max_new_tokens=4, do_sample=False)
                 plain = family.make()
                 plain.load_state_dict(model.state_dict())
-                assert torch.equal(
-                    ours, plain.generate(prompt, max_new_tokens=4, do_sample=False)
-                )
+                assert torch.equal(ours, plain.generate(prompt, max_new_tokens=4, do_sample=False))
         weights.append({n: t.clone() for n, t in model.state_dict().items()})
     assert all(torch.equal(weights[0][n], weights[1][n]) for n in weights[0])
 
@@ -560,23 +556,24 @@ def test_generate_between_steps() -> None:
 def test_load_state_dict_of_the_model() -> None:
     """Values that are loaded later count, also for blocks that are in slots, and in later steps."""
     family, batch = LLAMA, batch_of()
-    for options in ({}, {"weights": "device"}, {"num_slots": 4}, {"weights": "device", "num_visits": 2}):
+    for options in (
+        {},
+        {"weights": "device"},
+        {"num_slots": 4},
+        {"weights": "device", "num_visits": 2},
+    ):
         model, optimizer = with_optimizer(offloaded(family.make(), **options))
         model(**batch).loss.backward()
         optimizer.step()
         other = family.make(seed=7)
         model.load_state_dict(other.state_dict())
         with torch.no_grad():
-            assert float(model(**batch).loss) == pytest.approx(
-                float(other(**batch).loss), rel=1e-5
-            )
+            assert float(model(**batch).loss) == pytest.approx(float(other(**batch).loss), rel=1e-5)
         optimizer.zero_grad()
         model(**batch).loss.backward()
         optimizer.step()
         outcore.synchronize(model)
-        for (name, ours), theirs in zip(
-            model.named_parameters(), other.parameters(), strict=True
-        ):
+        for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
             assert float((ours - theirs).detach().abs().max()) <= 3 * LR, name
 
 
@@ -590,15 +587,11 @@ def test_parameters_written_in_place_count() -> None:
             model(**batch)
             for parameter in (*model.parameters(), *plain.parameters()):
                 parameter.mul_(1.5)
-            assert float(model(**batch).loss) == pytest.approx(
-                float(plain(**batch).loss), rel=1e-5
-            )
+            assert float(model(**batch).loss) == pytest.approx(float(plain(**batch).loss), rel=1e-5)
         model(**batch).loss.backward()
         optimizer.step()
         outcore.synchronize(model)
-        for (name, ours), theirs in zip(
-            model.named_parameters(), plain.parameters(), strict=True
-        ):
+        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert float((ours - theirs).detach().abs().max()) <= 3 * LR, name
 
 

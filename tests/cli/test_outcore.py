@@ -1,0 +1,44 @@
+"""The command itself: fast help, version, and no torch before it is needed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import outcore
+from outcore.cli import app
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout.strip() == f"outcore {outcore.__version__}"
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    check = (
+        "import sys, outcore.cli; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", check], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "command", [["--help"], ["verify", "--help"], ["bench", "train", "--help"]]
+)
+def test_help_shows_an_example(command: list[str]) -> None:
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0
+    if len(command) > 1:
+        assert f"outcore {' '.join(command[:-1])} " in result.stdout
+
+
+def test_every_public_name_can_be_had_and_no_other() -> None:
+    for name in outcore.__all__:
+        assert getattr(outcore, name) is not None
+        assert name in dir(outcore)
+    with pytest.raises(AttributeError, match="ofload"):
+        outcore.ofload  # noqa: B018

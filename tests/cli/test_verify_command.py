@@ -1,0 +1,141 @@
+"""`outcore verify`: what it prints, writes and returns."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner, Result
+
+from outcore.cli import app
+from outcore.verify import exactness, plain_torch
+
+QUICK = ["--steps", "2", "--seq-len", "8", "--device", "cpu"]
+
+
+def run_verify(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["verify", *arguments])
+
+
+def unwrapped(output: str) -> str:
+    """Return a message as written, out of the box that typer puts around it."""
+    return " ".join(word for word in output.split() if word != "│")
+
+
+@pytest.fixture
+def no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = exactness.placements(max_delay_s=0.001)
+    monkeypatch.setattr("outcore.verify.placements", lambda: every)
+
+
+@pytest.mark.usefixtures("no_delays")
+def test_every_placement_is_a_row_and_json_has_them_all(tiny_model: Path, tmp_path: Path) -> None:
+    result = run_verify(str(tiny_model), *QUICK, "--json", str(tmp_path / "result.json"))
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "result.json").read_text())
+    names = [row["name"] for row in report["placements"]]
+    assert names == [placement.name for placement in exactness.placements()]
+    for name in names:
+        assert name in result.stdout
+    assert result.stdout.count("same bits") == len(names) + 1  # and the verdict
+    assert report["passed"] is True
+    assert report["num_layers"] == 3
+    assert report["job"]["dtype"] == "float32"
+    assert len(report["losses"]) == 2
+    assert report["plain_torch"]["worst_relative_difference"] < 1e-5
+    assert report["plain_torch"]["worst_parameter"] in report["plain_torch"]["differences"]
+    assert report["machine"]["cores"] >= 1
+    assert report["machine"]["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.usefixtures("no_delays")
+def test_json_on_stdout_is_nothing_but_json(tiny_model: Path) -> None:
+    result = run_verify(str(tiny_model), *QUICK, "--layers", "2", "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["num_layers"] == 2
+    assert "same bits" in result.stderr
+
+
+@pytest.mark.usefixtures("no_delays")
+def test_one_wrong_bit_is_found_and_named(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = exactness.run_steps
+
+    def flips_a_bit(model: nn.Module, optimizer: Any, job: exactness.VerifyJob) -> list[float]:
+        losses = honest(model, optimizer, job)
+        if hasattr(optimizer, "synchronize") and job.micro_batch != job.sequences:
+            optimizer.synchronize()
+            flips_a_bit.calls += 1  # type: ignore[attr-defined]
+            if flips_a_bit.calls == 3:  # type: ignore[attr-defined]
+                weight = model.get_parameter("model.layers.1.mlp.up_proj.weight").data
+                weight.view(torch.int32).view(-1)[0] ^= 1
+        return losses
+
+    flips_a_bit.calls = 0  # type: ignore[attr-defined]
+    monkeypatch.setattr(exactness, "run_steps", flips_a_bit)
+    result = run_verify(str(tiny_model), *QUICK)
+    assert result.exit_code == 1
+    assert "state on host differs from the resident run" in result.stdout
+    assert "model.layers.1.mlp.up_proj.weight" in result.stdout
+    assert "Not the same" in result.stdout
+
+
+@pytest.mark.usefixtures("no_delays")
+def test_being_too_far_from_torch_fails(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = plain_torch.train_ours
+
+    def drifts(*arguments: Any) -> dict[str, torch.Tensor]:
+        parameters = honest(*arguments)
+        parameters["lm_head.weight"] *= 1.0001
+        return parameters
+
+    monkeypatch.setattr(plain_torch, "train_ours", drifts)
+    result = run_verify(str(tiny_model), *QUICK)
+    assert result.exit_code == 1
+    assert "too far" in result.stdout
+    assert "lm_head.weight is 1.0e-04 away" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["qwen-7b"], "qwen2.5-7b, qwen3-0.6b"),
+        (["Qwen/Qwen2.5-7B"], "hf download Qwen/Qwen2.5-7B --local-dir"),
+        (["./no-such-directory"], "neither a directory nor a shape"),
+        (["{empty}"], "no config.json"),
+        (["{model}", "--layers", "1"], "Invalid value for '--layers'"),
+        (["{model}", "--layers", "7"], "has 3 layers, 7 were asked for"),
+        (["{model}", "--device", "tpu"], "neither cuda nor cpu"),
+        (["{model}", "--dtype", "fp16"], "fp32"),
+        (["{model}", "--json", "/no/such/place/x.json"], "/no/such/place is no directory"),
+        (["llama-3.1-405b", "--device", "cpu"], "are free"),
+    ],
+)
+def test_mistakes_get_an_answer_and_status_2(
+    arguments: list[str], message: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    filled = [a.format(model=tiny_model, empty=tmp_path) for a in arguments]
+    result = run_verify(*filled)
+    assert result.exit_code == 2
+    assert message in unwrapped(result.output)
+    assert "Traceback" not in result.output
+
+
+def test_a_model_that_cannot_be_offloaded_is_told(tiny_model: Path, tmp_path: Path) -> None:
+    config = json.loads((tiny_model / "config.json").read_text())
+    model = LlamaForCausalLM(LlamaConfig(**{**config, "num_hidden_layers": 1}))
+    model.save_pretrained(tmp_path)
+    result = run_verify(str(tmp_path), *QUICK)
+    assert result.exit_code == 2
+    assert "no repeated blocks" in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_names_the_way_out(tiny_model: Path) -> None:
+    result = run_verify(str(tiny_model), "--device", "cuda")
+    assert result.exit_code == 2
+    assert "--device cpu" in result.output

@@ -1,0 +1,102 @@
+"""The end of an offload: released models are ordinary again, forgotten ones leave no thread."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from families import BY_NAME, LR, batch_of, offloaded, relative_difference
+
+import outcore
+
+FAMILIES = [BY_NAME[name] for name in ("llama", "llama-tied", "gpt2", "t5", "mixtral", "bert")]
+
+
+def _train(model: Any, optimizer: Any, family: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = model(**batch_of(family, seed=step)).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def outcore_threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("outcore-")}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("options", [{}, {"weights": "device", "num_visits": 2}])
+def test_a_released_model_is_an_ordinary_one(family: Any, options: dict[str, Any]) -> None:
+    reference = family.make()
+    own = {name: set(vars(module)) for name, module in reference.named_modules()}
+    model = offloaded(family.make(), **options)
+    parameters = list(model.parameters())
+    optimizer = outcore.AdamW(model, lr=LR)
+    _train(model, optimizer, family, range(2))
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    outcore.release(model)
+    assert outcore_threads() == set()
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    for name, module in model.named_modules():
+        assert set(vars(module)) == own[name], name
+        assert not module._forward_pre_hooks, name
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    # It trains like any model, with torch's own optimizer, and can be cast.
+    reference.load_state_dict(expected)
+    losses = []
+    for net in (model, reference):
+        theirs = torch.optim.AdamW(net.parameters(), lr=LR)
+        losses.append(_train(net, theirs, family, range(2, 4)))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert relative_difference(ours, theirs) <= 1e-5
+    model.double()
+    with pytest.raises(outcore.OutcoreError):
+        optimizer.step()
+    with pytest.raises(ValueError, match="not offloaded"):
+        outcore.release(model)
+
+
+def test_offloading_anew_goes_on_with_the_same_bits() -> None:
+    family = BY_NAME["llama"]
+    model = offloaded(family.make())
+    optimizer = outcore.AdamW(model, lr=LR)
+    _train(model, optimizer, family, range(2))
+    losses = _train(model, optimizer, family, range(2, 4))
+
+    model = offloaded(family.make())
+    optimizer = outcore.AdamW(model, lr=LR)
+    _train(model, optimizer, family, range(2))
+    state = optimizer.state_dict()
+    outcore.release(model)
+    model = offloaded(model, weights="device", num_visits=2)
+    optimizer = outcore.AdamW(model, lr=LR)
+    optimizer.load_state_dict(state)
+    assert _train(model, optimizer, family, range(2, 4)) == losses
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_forgotten_model_leaves_nothing_behind(trained: bool) -> None:
+    gc.collect()
+    before = outcore_threads()
+    model = offloaded(BY_NAME["llama"].make(), num_visits=2)
+    if trained:
+        optimizer = outcore.AdamW(model, lr=LR)
+        _train(model, optimizer, BY_NAME["llama"], range(2))
+        del optimizer
+    assert outcore_threads() - before
+    del model
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while outcore_threads() - before and time.monotonic() < deadline:
+        time.sleep(0.02)
+        gc.collect()
+    assert outcore_threads() - before == set()
