@@ -20,12 +20,12 @@ _COLUMNS = {
     "step s": 5,
     "device GiB": 6,
     "host GiB": 5,
-    "optim. state": 7,
+    "optim. state": 6,
     "fp32 master": 6,
-    "clips": 5,
-    "outcore is": 7,
+    "clip": 4,
+    "ratio": 6,
 }
-_WORDS = ("optim. state", "fp32 master", "clips")
+_WORDS = ("optim. state", "fp32 master", "clip")
 
 
 def ratio_to(row: BenchRow, rows: list[BenchRow]) -> float | None:
@@ -68,6 +68,8 @@ class BenchTable:
         yield ""
         yield table
         yield ""
+        if len(self._systems) > 1:
+            yield "[dim]ratio: how many times as fast as this system outcore is[/]"
         for row in self._rows:
             if not isinstance(row, BenchResult):
                 yield f"[red]{escape(row.name)} failed:[/] {escape(row.failed)}"
@@ -80,7 +82,7 @@ def _cells(row: BenchResult) -> list[str]:
         f"{row.step_s:.3f}",
         f"{row.device_peak_bytes / 2**30:.1f}" if row.device_peak_bytes else "–",
         f"{row.host_rss_bytes / 2**30:.1f}",
-        escape(str(row.notes.get("optimizer_state", "?"))),
+        escape(str(row.notes.get("optimizer_state", "?")).replace(",", "")),
         _yes_or_no(row.notes.get("fp32_master")),
         _yes_or_no(row.notes.get("clipping")),
     ]

@@ -108,7 +108,7 @@ def _how_far(plain: PlainTorchComparison) -> list[str]:
     if plain.noise:
         lines.append(
             f"[dim]{len(plain.noise)} parameters, such as {escape(next(iter(plain.noise)))}, have "
-            "gradients of rounding noise: torch's own two AdamW disagree there as well.[/]"
+            "gradients of rounding noise: there torch is as far from itself.[/]"
         )
     lines += [
         f"  [red]{escape(far)}[/] is {plain.differences[far]:.1e} away"

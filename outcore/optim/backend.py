@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from outcore.errors import OutcoreError
-from outcore.optim.gradients import Gradients, PassingSink, WaitingSink
+from outcore.optim.gradient_sinks import PassingSink, WaitingSink
+from outcore.optim.gradients import Gradients
 from outcore.optim.host_updater import HostUpdater
 from outcore.optim.state import UnitState, build_on_device, build_on_host
 from outcore.optim.updates import Chunk, ChunkUpdate, UpdateQueue, chunks_of
@@ -98,12 +99,15 @@ class OptimizerBackend:
                 pin=self._pin,
                 submit=passing,
                 direct=self._direct_gradient,
+                device=self._device,
             )
         else:
             if passing is not None:
                 raise ValueError('update_during_backward needs state="host"')
             sink = self._waiting = WaitingSink(
                 self.units,
+                self.chunks,
+                direct=self._direct_gradient,
                 home=self._placement.state_home,
                 device=self._device,
                 wire_dtype=wire_dtype,

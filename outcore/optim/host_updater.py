@@ -25,7 +25,7 @@ class HostUpdater:
         self._thread.join(timeout=2)
 
     def _run(self) -> None:
-        while (update := self._queue.take(reserved=False, min_backlog=1)) is not None:
+        while (update := self._queue.take(reserved=False, min_backlog=0)) is not None:
             try:
                 self._update(update)
             except BaseException as error:

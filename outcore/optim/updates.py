@@ -156,8 +156,9 @@ class UpdateQueue:
     def take(self, *, reserved: bool, min_backlog: int | None) -> ChunkUpdate | None:
         """Return the next update, waiting for one; None when closed.
 
-        ``reserved`` admits reserved chunks, ahead of all others; the others are admitted while
-        at least ``min_backlog`` of them wait, or not at all if that is None.
+        ``reserved`` admits reserved chunks, ahead of all others. The others are admitted while
+        the gradients of at least ``min_backlog`` of them have arrived; with 0, always; with None,
+        never.
         """
         with self._changed:
             while not self._closed:
@@ -165,6 +166,7 @@ class UpdateQueue:
                 if update is not None:
                     self._waiting.remove(update)
                     self._reserved.discard(update.chunk.key)
+                    self._changed.notify_all()  # whoever waits for a backlog looks again
                     return update
                 self._changed.wait()
             return None
@@ -194,9 +196,11 @@ class UpdateQueue:
                 if update.chunk.key in self._reserved:
                     return update
         others = [u for u in self._waiting if u.chunk.key not in self._reserved]
-        if min_backlog is None or len(others) < min_backlog:
+        if min_backlog is None or not others:
             return None
         # What the next forward needs first goes first, if its gradient is there; during a backward
         # that leaves the last blocks, which came first, for the time of the next forward.
-        ready = (u for u in others if all(fence.is_done for fence in u.after))
+        ready = [u for u in others if all(fence.is_done for fence in u.after)]
+        if len(ready) < min_backlog:
+            return None
         return min(ready, key=lambda u: u.chunk.key, default=others[0])

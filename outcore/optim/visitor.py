@@ -21,7 +21,7 @@ from outcore.stream.lanes import Fence, Lane
 
 # Chunks that wait before the visitor helps the host with them: the host moves fewer bytes for the
 # same work, so the link gets only what the host cannot keep up with.
-_MIN_BACKLOG = 12
+_MIN_BACKLOG = 8
 
 
 @dataclass(kw_only=True, eq=False)
@@ -66,7 +66,7 @@ class Visitor:
             for _ in range(num_visits)
         ]
         # Some stay free, to help the host with chunks that are not staged.
-        self._num_helping = min(4, num_visits // 2)
+        self._num_helping = min(2, num_visits // 2)
         self._staged: dict[tuple[int, int], _Visit] = {}
         self._generation = 0
         self._lane_in = Lane("visit-in", device)

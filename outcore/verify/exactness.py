@@ -164,14 +164,25 @@ def train(make_model: ModelFactory, placement: Placement, job: VerifyJob) -> Tra
         free_memory()
 
 
-def run_steps(model: nn.Module, optimizer: torch.optim.Optimizer, job: VerifyJob) -> list[float]:
-    """Run the job's steps with a warm-up and cosine schedule; return the losses."""
+def run_steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    job: VerifyJob,
+    *,
+    reversed_batch: bool = False,
+) -> list[float]:
+    """Run the job's steps with a warm-up and a falling schedule; return the losses.
+
+    ``reversed_batch`` takes each batch's sequences in reverse: the same sums, rounded otherwise.
+    """
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 4) * (1 - 0.5 * step / job.steps)
     )
     losses: list[Tensor] = []
     torch.manual_seed(job.seed + 1)  # dropout
     for batch in batches(model, job):
+        if reversed_batch:
+            batch = {name: tensor.flip(0) for name, tensor in batch.items()}
         loss = model(**batch).loss
         loss.backward()
         optimizer.step()

@@ -2,8 +2,9 @@
 
 Outcore agrees with torch to rounding, not to the bit. Where a parameter's gradient is nothing but
 rounding noise (a key bias: softmax does not see it), Adam scales the noise up to full steps, and
-no two implementations agree. torch tells which parameters these are: it trains twice, with two
-AdamW implementations of its own, and where those differ, only their own distance can be asked for.
+no two implementations agree. torch tells which parameters these are: it trains twice, with both of
+its AdamW implementations and with each batch in two orders, which changes nothing but roundings.
+Where the two differ, Outcore cannot be asked to be closer than they are to each other.
 """
 
 from __future__ import annotations
@@ -74,7 +75,10 @@ def compare_with_plain_torch(make_model: ModelFactory, job: VerifyJob) -> dict[s
 
 
 def train_plain(make_model: ModelFactory, job: VerifyJob, *, fused: bool) -> dict[str, Tensor]:
-    """Return the parameters, on the host, of a run without Outcore: fused AdamW, or foreach."""
+    """Return the parameters, on the host, of a run without Outcore.
+
+    It has foreach AdamW; or fused AdamW, and each batch in reverse, to round differently.
+    """
     torch.manual_seed(job.seed)
     model = make_model().to(job.device).float().eval()
     optimizer = torch.optim.AdamW(
@@ -87,7 +91,7 @@ def train_plain(make_model: ModelFactory, job: VerifyJob, *, fused: bool) -> dic
     if job.max_grad_norm is not None:
         optimizer.register_step_pre_hook(functools.partial(_clip, model, job.max_grad_norm))
     try:
-        run_steps(model, optimizer, job)
+        run_steps(model, optimizer, job, reversed_batch=fused)
         return {name: _on_host(parameter) for name, parameter in model.named_parameters()}
     finally:
         del model, optimizer

@@ -116,7 +116,7 @@ def test_random_delays_do_not_show(name: str, options: dict[str, Any]) -> None:
     assert comparison.is_exact, comparison.differing[:5]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_short_random_delays_over_many_steps(seed: int) -> None:
     job = VerifyJob(steps=20, seed=seed)
     chosen = [
@@ -153,7 +153,7 @@ def test_bf16_storage(name: str) -> None:
     ],
     ids=["streamed", "visits", "resident"],
 )
-@pytest.mark.parametrize("max_delay_s", [0.0, 0.005])
+@pytest.mark.parametrize("max_delay_s", [0.0, 0.002])
 def test_updates_during_the_backward(
     name: str, options: dict[str, Any], max_delay_s: float
 ) -> None:
@@ -222,7 +222,10 @@ DELAYED = Placement(
 
 
 def _is_exact(placement: Placement = DELAYED, **job: Any) -> bool:
-    (comparison,) = verify(_llama, VerifyJob(steps=4, **job), [placement])
+    try:
+        (comparison,) = verify(_llama, VerifyJob(steps=4, **job), [placement])
+    except outcore.NonFiniteGradient:  # memory that was read before anything was copied into it
+        return False
     return comparison.is_exact
 
 

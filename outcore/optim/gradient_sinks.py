@@ -1,0 +1,230 @@
+"""Where a finished gradient goes: to wait for ``step()``, or straight into an update.
+
+Waiting, each unit's gradient has a home of its own until ``zero_grad``. Passing, for updates during
+the backward, chunks go through a small ring of host buffers to the updaters. Either way a chunk
+whose state is visiting the device takes its gradient there directly.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outcore.optim.updates import Chunk
+from outcore.store.host_arena import HostArena, aligned_bytes
+from outcore.store.ledger import Ledger
+from outcore.stream.lanes import Fence, Lane
+from outcore.stream.unit import Unit
+
+RING_BUFFERS = 24  # with chunks of 64 MiB of bf16: 1.5 GiB
+
+DirectPlace = Callable[[Chunk], "tuple[Tensor, list[Fence]] | None"]
+"""Says where on the device a chunk's gradient may go, and after what; None: to the host."""
+
+
+class GradientSink(Protocol):
+    """Where a finished gradient goes."""
+
+    def deliver(self, unit: Unit, start: int, wire: Tensor, ready: Fence) -> Fence:
+        """Take elements [start, start + wire.numel()); return when ``wire`` may be reused."""
+
+    def previous(self, unit: Unit, start: int, numel: int) -> Tensor | None:
+        """Return on the device what the unit has already, None if nothing."""
+
+
+class WaitingSink:
+    """Gradients wait in a home of their own, on the host or the device, until they are used."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        chunks: Sequence[Chunk],
+        *,
+        home: str,
+        direct: DirectPlace,
+        device: torch.device,
+        wire_dtype: torch.dtype,
+        copy_out: Lane,
+        copy_back: Lane,
+        host_ledger: Ledger,
+        device_ledger: Ledger,
+        pin: bool,
+    ) -> None:
+        self._device = device
+        self._copy_out = copy_out
+        self._copy_back = copy_back
+        self._direct = direct
+        self._chunks = _by_unit(chunks)
+        self._visiting: dict[tuple[int, int], tuple[Tensor, Fence]] = {}
+        total = sum(aligned_bytes(u.layout.trainable_numel, wire_dtype) for u in units)
+        self._homes: dict[int, Tensor] = {}
+        if home == "host":
+            arena = HostArena(total, purpose="gradients", ledger=host_ledger, pin=pin)
+            for unit in units:
+                self._homes[unit.index] = arena.span(unit.layout.trainable_numel, wire_dtype)
+        else:
+            device_ledger.take("gradients", total, remedy='Use state="host".')
+            for unit in units:
+                numel = unit.layout.trainable_numel
+                self._homes[unit.index] = torch.zeros(numel, dtype=wire_dtype, device=device)
+        self._fences: dict[int, dict[int, Fence]] = {}
+
+    def deliver(self, unit: Unit, start: int, wire: Tensor, ready: Fence) -> Fence:
+        home = self._homes[unit.index]
+        target = home[start : start + wire.numel()]
+        # An update that still reads the home finishes first.
+        fence = self._copy_out.submit(
+            _copying(target, wire, self._copy_out), after=[ready, *unit.pending]
+        )
+        self._fences.setdefault(unit.index, {})[start] = fence
+        for chunk in self._chunks[unit.index]:
+            place = self._direct(chunk) if chunk.delivery == start else None
+            if place is not None:
+                self._visiting[chunk.key] = _put(chunk, place, wire, start, self._device)
+        return fence
+
+    def previous(self, unit: Unit, start: int, numel: int) -> Tensor | None:
+        if start not in self._fences.get(unit.index, {}):
+            return None
+        source = self._homes[unit.index][start : start + numel]
+        back = torch.empty(numel, dtype=source.dtype, device=self._device)
+        arrived = self._copy_back.submit(
+            _copying(back, source, self._copy_back),
+            after=[self._fences[unit.index][start], Fence.after_compute(self._device)],
+        )
+        arrived.before_compute()
+        return back
+
+    def has_gradient(self, chunk: Chunk) -> bool:
+        return chunk.delivery in self._fences.get(chunk.unit.index, {})
+
+    def gradient(self, chunk: Chunk) -> tuple[Callable[[], Tensor], list[Fence]]:
+        """Return how to get the chunk's gradient, and what to wait for first."""
+        visiting = self._visiting.pop(chunk.key, None)  # gone once used; the home stays
+        if visiting is not None:
+            buffer, there = visiting
+            return lambda: buffer, [there]
+        home = self._homes[chunk.unit.index]
+        arrived = self._fences[chunk.unit.index][chunk.delivery]
+        return lambda: home[chunk.start : chunk.end], [arrived]
+
+    def clear(self) -> None:
+        self._fences.clear()
+        self._visiting.clear()
+
+
+class PassingSink:
+    """Gradients pass through a ring of host buffers straight into updates, chunk by chunk."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        *,
+        wire_dtype: torch.dtype,
+        copy_out: Lane,
+        host_ledger: Ledger,
+        pin: bool,
+        submit: Callable[..., None],
+        direct: DirectPlace,
+        device: torch.device,
+    ) -> None:
+        """``submit`` takes (chunk, gradient, fences, on_read) of each update."""
+        self._device = device
+        self._copy_out = copy_out
+        self._submit = submit
+        self._direct = direct
+        self._chunks = _by_unit(chunks)
+        numel = max(chunk.numel for chunk in chunks)
+        arena = HostArena(
+            RING_BUFFERS * aligned_bytes(numel, wire_dtype),
+            purpose="gradients",
+            ledger=host_ledger,
+            pin=pin,
+        )
+        self._ring: queue.SimpleQueue[tuple[Tensor, Fence | None]] = queue.SimpleQueue()
+        for _ in range(RING_BUFFERS):
+            self._ring.put((arena.span(numel, wire_dtype), None))
+
+    def deliver(self, unit: Unit, start: int, wire: Tensor, ready: Fence) -> Fence:
+        fence = ready  # the lane keeps its order: its last copy's fence stands for all
+        for chunk in self._chunks[unit.index]:
+            if chunk.delivery != start:
+                continue
+            place = self._direct(chunk)
+            if place is not None:
+                buffer, there = _put(chunk, place, wire, start, self._device)
+                self._submit(chunk, partial(_identity, buffer), [there], None)
+            else:
+                part = wire[chunk.start - start : chunk.end - start]
+                fence = self._through_ring(chunk, part, ready)
+        return fence
+
+    def previous(self, unit: Unit, start: int, numel: int) -> Tensor | None:
+        return None  # the optimizer refuses a second gradient before it gets here
+
+    def _through_ring(self, chunk: Chunk, wire: Tensor, ready: Fence) -> Fence:
+        held: list[Tensor] = []
+
+        def copy() -> None:
+            buffer, free = self._ring.get()
+            if free is not None:
+                free.block()
+            held.append(buffer)
+            target = buffer[: wire.numel()]
+            target.copy_(wire, non_blocking=True)
+            _hold(wire, self._copy_out)
+
+        arrived = self._copy_out.submit(copy, after=[ready])
+        self._submit(
+            chunk,
+            lambda: held[0][: chunk.numel],
+            [arrived],
+            lambda fence: self._ring.put((held[0], fence)) if held else None,
+        )
+        return arrived
+
+
+def _by_unit(chunks: Sequence[Chunk]) -> dict[int, list[Chunk]]:
+    grouped: dict[int, list[Chunk]] = {}
+    for chunk in chunks:
+        grouped.setdefault(chunk.unit.index, []).append(chunk)
+    return grouped
+
+
+def _put(
+    chunk: Chunk,
+    place: tuple[Tensor, list[Fence]],
+    wire: Tensor,
+    start: int,
+    device: torch.device,
+) -> tuple[Tensor, Fence]:
+    """Copy a chunk's gradient on the device; behind no lane, where others may be waiting."""
+    buffer, free = place
+    for fence in free:
+        fence.before_compute()
+    buffer.copy_(wire[chunk.start - start : chunk.end - start])
+    return buffer, Fence.after_compute(device)
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _copying(target: Tensor, source: Tensor, lane: Lane) -> Callable[[], None]:
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        _hold(source, lane)
+        _hold(target, lane)
+
+    return copy
+
+
+def _hold(tensor: Tensor, lane: Lane) -> None:
+    """Keep the allocator from reusing device memory before the lane's copy has read it."""
+    if tensor.is_cuda and lane.stream is not None:
+        tensor.record_stream(lane.stream)
