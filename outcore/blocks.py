@@ -42,6 +42,7 @@ def find_parts(model: nn.Module) -> list[Part]:
             "(decoder or encoder layers). A model without them has nothing to stream."
         )
     owner: dict[int, str] = {}
+    of_blocks = {id(p) for block in block_names.values() for p in block.parameters()}
     parts: list[Part] = []
     for name, module in model.named_modules(remove_duplicate=True):
         if name in block_names:
@@ -56,6 +57,13 @@ def find_parts(model: nn.Module) -> list[Part]:
                 owner[id(parameter)] = f"{name}.{key}"
             parts.append(Part(name=name, module=module, parameters=parameters, is_block=True))
         elif not _inside(name, block_names):
+            for key, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in of_blocks:
+                    raise UnsupportedModel(
+                        f"parameter {name}.{key} is shared with a parameter of a block: its "
+                        "gradient would have two homes. Untie it (give each its own copy) before "
+                        "offloading."
+                    )
             own = {
                 key: parameter
                 for key, parameter in module.named_parameters(recurse=False)

@@ -77,7 +77,7 @@ class BenchTable:
 
 def _cells(row: BenchResult) -> list[str]:
     return [
-        f"{row.tflops:.0f}" if row.tflops >= 10 else f"{row.tflops:.2g}",
+        f"{row.tflops:.0f}" if row.tflops >= 10 else f"{row.tflops:.3f}",
         f"{row.tokens_per_s:,.0f}",
         f"{row.step_s:.3f}",
         f"{row.device_peak_bytes / 2**30:.1f}" if row.device_peak_bytes else "–",

@@ -96,6 +96,7 @@ class BlockFunction(torch.autograd.Function):
         block = call.block
         keep = block.decides_to_keep(tensors, call.batches)
         ctx.call = call
+        ctx.anchor = torch.autograd.graph.get_gradient_edge(anchor).node
         ctx.kept = [] if keep else None
         ctx.held = block.hold_bytes(tensors, call.batches, keep=keep)
         ctx.set_materialize_grads(False)
@@ -129,7 +130,10 @@ class BlockFunction(torch.autograd.Function):
         tensors = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, None  # a second backward through a kept graph recomputes
         grads = _InputGrads(call, tensors)
-        accumulator = block.accumulator()
+        # torch.autograd.grad for other inputs runs this node, but wants no gradient of weights.
+        accumulator = (
+            block.accumulator() if torch._C._will_engine_execute_node(ctx.anchor) else None
+        )
         with block.weights("backward") as weights, preserved(block.device):
             for i, bounds in enumerate(call.batches.bounds):
                 if kept is not None:

@@ -39,6 +39,7 @@ class LossJob:
     ignore_index: int
     smoothing: float
     is_compiled: bool
+    wants_gradient: bool
 
 
 def chunked_loss_sum(job: LossJob) -> Tensor:
@@ -82,7 +83,7 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, job: LossJob, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         has_bias = job.bias is not None
-        needs = [hidden.requires_grad, weight.requires_grad, has_bias and bias.requires_grad]
+        needs = [t.requires_grad and job.wants_gradient for t in (hidden, weight, bias)]
         function = _compiled_loss() if job.is_compiled else _loss_of_logits
         rows = _rows(hidden.shape[0], weight.shape[0])
         hidden_grad = torch.empty_like(hidden) if needs[0] else None

@@ -6,6 +6,7 @@ unit's values are made or read only when its home is ready.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ def from_config(config: Any, *, auto_class: Any = None, **options: Any) -> Any:
     model = _on_meta(config, auto_class)
     model = offload_from(model, checked, source=_Initialised(model, checked))
     _fill_meta_buffers(model, checked.device)
+    _initialise_containers(model)
     return model
 
 
@@ -99,12 +101,29 @@ class _Initialised:
 
     def __call__(self, part: Part) -> dict[str, Tensor]:
         part.module.to_empty(device=self._device, recurse=part.is_block)
-        for module in part.module.modules() if part.is_block else (part.module,):
+        for module in _children_first(part.module) if part.is_block else (part.module,):
             _initialise(self._model, module)
         return {
             name: parameter.detach()
             for name, parameter in part.module.named_parameters(recurse=part.is_block)
         }
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """As transformers does: a parent's rule (scaled projections) goes over its children's."""
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def _initialise_containers(model: Any) -> None:
+    """Apply the rules of modules that own no parameter but set those of others (T5's head)."""
+    engine = model._outcore_engine
+    inside = {id(m) for u in engine.units if u.part.is_block for m in u.part.module.modules()}
+    for module in _children_first(model):
+        if id(module) not in inside and next(module.children(), None) is not None:
+            _initialise(model, module)
+    engine.weights_replaced()
 
 
 def _initialise(model: Any, module: nn.Module) -> None:
@@ -124,6 +143,8 @@ def _fill_meta_buffers(model: nn.Module, device: torch.device) -> None:
             assert buffer is not None
             module._buffers[name] = torch.zeros_like(buffer, device=device)
         if empty:
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # has its values
             _initialise(model, module)
 
 

@@ -29,6 +29,15 @@ class _Recipe:
     steps: Steps = ()
     dtype: torch.dtype = torch.float32
     is_compiled: bool = False
+    is_current: Callable[[], bool] = lambda: True  # the head's weights are those of the forward
+
+    def make(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not self.is_current():
+            raise RuntimeError(
+                "these logits were not read before optimizer.step() changed the head's weights: "
+                "read them before the step, for example with output.logits.argmax(-1)"
+            )
+        return apply_steps(self.steps, F.linear(hidden, weight, bias))
 
 
 class DeferredLogits(torch.Tensor):
@@ -39,12 +48,8 @@ class DeferredLogits(torch.Tensor):
 
     @staticmethod
     def of(recipe: _Recipe, leading: Sequence[int]) -> DeferredLogits:
-        logits: DeferredLogits = torch.Tensor._make_wrapper_subclass(
-            DeferredLogits,
-            (*leading, recipe.weight.shape[0]),
-            dtype=recipe.dtype,
-            device=recipe.hidden.device,
-            requires_grad=torch.is_grad_enabled(),
+        logits: DeferredLogits = _Deferral.apply(  # type: ignore[no-untyped-call]
+            recipe, tuple(leading), recipe.hidden, recipe.weight, recipe.bias
         )
         logits._recipe = recipe
         logits._made = None
@@ -54,9 +59,10 @@ class DeferredLogits(torch.Tensor):
         """Return the real logits, made once."""
         if self._made is None:
             recipe = self._recipe
-            logits = F.linear(recipe.hidden, recipe.weight, recipe.bias)
-            logits = apply_steps(recipe.steps, logits)
-            self._made = logits.view(self.shape)
+            # Whoever reads them first, with or without gradients, others may want gradients.
+            with torch.inference_mode(False), torch.set_grad_enabled(self.requires_grad):
+                logits = recipe.make(recipe.hidden, recipe.weight, recipe.bias)
+                self._made = logits.view(self.shape)
         return self._made
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -95,6 +101,34 @@ class DeferredLogits(torch.Tensor):
             DeferredLogits, DeferredLogits.made, (args, kwargs or {})
         )
         return func(*args, **kwargs)
+
+
+class _Deferral(torch.autograd.Function):
+    """The node of logits that are not made: for losses that are autograd functions themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, recipe: _Recipe, leading: Any, *tensors: Tensor | None) -> Any:
+        ctx.recipe = recipe
+        ctx.save_for_backward(*tensors)
+        return torch.Tensor._make_wrapper_subclass(
+            DeferredLogits,
+            (*leading, recipe.weight.shape[0]),
+            dtype=recipe.dtype,
+            device=recipe.hidden.device,
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[2:]
+        leaves = [
+            None if t is None else t.detach().requires_grad_(need)
+            for t, need in zip(ctx.saved_tensors, needs, strict=True)
+        ]
+        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        with torch.enable_grad():
+            logits = ctx.recipe.make(*leaves)
+        found = iter(torch.autograd.grad(logits, wanted, grad.reshape(logits.shape)))
+        return (None, None, *(next(found) if need else None for need in needs))
 
 
 _ATTRIBUTES = {
@@ -209,6 +243,7 @@ def _cross_entropy(
             ignore_index=ignore_index,
             smoothing=label_smoothing,
             is_compiled=recipe.is_compiled,
+            wants_gradient=torch.is_grad_enabled(),
         )
     )
     return loss if count is None else loss / count
@@ -228,10 +263,20 @@ def _check_labels(target: Tensor, ignore_index: int, vocabulary: int) -> None:
 
 
 def deferred_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, *, is_compiled: bool
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    is_compiled: bool,
+    is_current: Callable[[], bool],
 ) -> DeferredLogits:
     """Return the logits of ``hidden`` (..., hidden) under the head, to be made when needed."""
     recipe = _Recipe(
-        hidden=hidden, weight=weight, bias=bias, dtype=weight.dtype, is_compiled=is_compiled
+        hidden=hidden,
+        weight=weight,
+        bias=bias,
+        dtype=weight.dtype,
+        is_compiled=is_compiled,
+        is_current=is_current,
     )
     return DeferredLogits.of(recipe, hidden.shape[:-1])

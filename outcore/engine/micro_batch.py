@@ -76,13 +76,20 @@ def _pick(hidden: Tensor) -> int:
 
 
 def _can_split(leaves: Sequence[Any], hidden: Tensor) -> bool:
-    batch, length = hidden.shape[:2]
+    batch, length, size = hidden.shape
     if batch == 1:
         return False
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             # A (length, ...) table is told from a (batch, ...) one only if the two differ.
             if batch == length and leaf.dim() == 2:
+                return False
+            if leaf.dim() >= 3 and leaf.shape[0] not in (1, batch):
+                return False  # batch x heads rows (Bloom's alibi), or an axis before the batch
+            # (batch, length, ...) and (batch, other length, hidden) carry the batch; another table
+            # of three axes may be (heads, 1, length), as MPT's.
+            is_batch_like = leaf.dim() != 3 or leaf.shape[1] == length or leaf.shape[2] == size
+            if leaf.shape[:1] == (batch,) and not is_batch_like:
                 return False
         elif not isinstance(leaf, _PLAIN):
             return False  # a cache, for example: its contents follow the batch

@@ -77,7 +77,15 @@ def _head_forward(
 ) -> Tensor:
     if not engine.defers_logits or hidden.dim() < 2 or torch.compiler.is_compiling():
         return original(hidden)
-    return deferred_logits(hidden, head.weight, head.bias, is_compiled=engine.options.is_compiled)
+    unit = engine.unit_of(head.weight)
+    version = unit.version
+    return deferred_logits(
+        hidden,
+        head.weight,
+        head.bias,
+        is_compiled=engine.options.is_compiled,
+        is_current=lambda: unit.version == version,
+    )
 
 
 def _take_edge_gradient(
@@ -127,7 +135,7 @@ def _wait_for(units: Sequence[Unit], module: nn.Module, args: Any) -> None:
 
 
 def _patch_methods(model: nn.Module, engine: Engine) -> None:
-    caching = next((m for m in model.modules() if _takes_use_cache(m)), None)
+    caching = [m for m in model.modules() if _takes_use_cache(m)]  # inner ones are called too
     before = functools.partial(_before_forward, engine)
     hooks = [
         model.register_forward_pre_hook(before, with_kwargs=True),
@@ -135,8 +143,7 @@ def _patch_methods(model: nn.Module, engine: Engine) -> None:
         model.register_load_state_dict_pre_hook(lambda *_: engine.synchronize()),
         model.register_load_state_dict_post_hook(lambda *_: engine.weights_replaced()),
     ]
-    if caching is not None:
-        hooks.append(caching.register_forward_pre_hook(_without_cache, with_kwargs=True))
+    hooks += [m.register_forward_pre_hook(_without_cache, with_kwargs=True) for m in caching]
     engine.undo_patches += [hook.remove for hook in hooks]
     replacements: dict[str, Any] = {
         "_outcore_engine": engine,
@@ -149,6 +156,9 @@ def _patch_methods(model: nn.Module, engine: Engine) -> None:
         replacements["save_pretrained"] = functools.partial(_save_pretrained, save)
     for name, value in replacements.items():
         _replace(engine, model, name, value)
+    for module in model.modules():
+        if module is not model:
+            _replace(engine, module, "_apply", _refuse_apply)
 
 
 def unpatch_model(engine: Engine) -> None:
@@ -164,6 +174,7 @@ def _before_forward(
     engine: Engine, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     engine.policy.plan()
+    engine.notice_writes()
     engine.defers_logits = torch.is_grad_enabled() or kwargs.get("labels") is not None
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.device != engine.device:

@@ -90,7 +90,7 @@ def offload(
 
 def offload_from(model: Model, options: OffloadOptions, *, source: Source | None) -> Model:
     """Offload ``model``; ``source`` gives the values of parameters that are on meta."""
-    if getattr(model, "_outcore_engine", None) is not None:
+    if any(hasattr(parameter, "_outcore") for parameter in model.parameters()):
         raise OutcoreError(
             "this model is offloaded already; call outcore.release(model) before another offload"
         )
@@ -113,6 +113,7 @@ def offload_from(model: Model, options: OffloadOptions, *, source: Source | None
         )
     except BaseException:
         copy_in.close()
+        _lift_device_limit(options.device)
         raise
     retie(model, replaced)
     move_buffers(model, options.device)
@@ -151,6 +152,7 @@ def release(model: nn.Module) -> None:
     engine.synchronize()
     unpatch_model(engine)
     engine.close()
+    _lift_device_limit(engine.device)
 
 
 def _open_books(options: OffloadOptions) -> tuple[Ledger, Ledger]:
@@ -177,6 +179,11 @@ def _open_books(options: OffloadOptions) -> tuple[Ledger, Ledger]:
         # The allocator itself refuses more: a budget that is only planned is not a budget.
         torch.cuda.set_per_process_memory_fraction(min(1.0, device_budget / total), options.device)
     return Ledger("host", host_budget), Ledger("device", device_budget)
+
+
+def _lift_device_limit(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def _use_expandable_segments() -> None:

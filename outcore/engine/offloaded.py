@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,7 @@ class Engine:
         self.host_ledger = host_ledger
         self.device_ledger = device_ledger
         self.slots = slots
+        self._written: dict[int, int] = {}  # versions of the parameters, as last seen
         self.defers_logits = False
         self.undo_patches: list[Callable[[], None]] = []
         self.policy = ActivationPolicy(
@@ -79,6 +80,9 @@ class Engine:
         self._copy_in = copy_in
         self._is_closed = False
         _open_engines.add(self)
+
+    def unit_of(self, parameter: Tensor) -> Unit:
+        return next(u for u in self.units if any(p is parameter for p in u.parameters.values()))
 
     @property
     def device(self) -> torch.device:
@@ -127,9 +131,18 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def weights_replaced(self) -> None:
+    def notice_writes(self) -> None:
+        """Before a forward: see which parameters were written in place, and follow them."""
+        versions = self._versions()
+        changed = [u for u in self.units if self._written.get(u.index) != versions[u.index]]
+        if changed and self._written:
+            self.synchronize()
+            self.weights_replaced(changed)
+        self._written = versions
+
+    def weights_replaced(self, units: Sequence[Unit] | None = None) -> None:
         """Say that parameters were written from outside, after ``synchronize``."""
-        for unit in self.units:
+        for unit in self.units if units is None else units:
             unit.update_queued([])
             if unit.remainder is not None:
                 unit.remainder.zero_()  # the master is now what was written
@@ -137,6 +150,10 @@ class Engine:
             if state is not None and unit.device_weight is not None:
                 state.weight.copy_(unit.device_weight[: state.weight.numel()])
         self.backend.state_replaced()
+        self._written = self._versions()
+
+    def _versions(self) -> dict[int, int]:
+        return {u.index: sum(p._version for p in u.parameters.values()) for u in self.units}
 
     def close(self) -> None:
         """End every background thread. Parameters stay readable where they are."""

@@ -62,8 +62,10 @@ def check_options(
         ("num_slots", num_slots, 1),
         ("num_visits", num_visits, 0),
     ):
-        if value is not None and (isinstance(value, bool) or int(value) < least):
-            raise ValueError(f"{name} must be {least} or more, not {value}")
+        if value is None and name != "num_slots":
+            continue
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} must be {least} or more, not {value!r}")
     return OffloadOptions(
         device=chosen,
         device_memory_bytes=_bytes(device_memory, "device_memory"),

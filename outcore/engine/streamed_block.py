@@ -113,7 +113,8 @@ class StreamedBlock:
         policy, signature = self._services.policy, _signature(tensors, batches)
         measure = self._position is not None and not policy.is_measured(signature)
         if not (keep or measure):
-            yield
+            with _unseen_by_outer_hooks():
+                yield
             return
         assert self._flat is not None
         count = SavedBytes([self._flat, *inputs]) if measure else None
@@ -143,6 +144,16 @@ class StreamedBlock:
     def _weights_now(self) -> Tensor:
         assert self._flat is not None
         return self._flat
+
+
+@contextlib.contextmanager
+def _unseen_by_outer_hooks() -> Iterator[None]:
+    """Let no checkpoint around the block see what the block's inner graph saves."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
+        yield
 
 
 def _signature(tensors: Sequence[Tensor], batches: MicroBatches) -> activations.Signature:

@@ -63,6 +63,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(_as_groups(params), defaults)
         backend = _backend_of(self.param_groups)
         self._backend = backend
+        self._check_trainable()
         self._segments = self._find_segments()
         backend.start(self, passing=self._update_now if update_during_backward else None)
         self._show_state()
@@ -125,16 +126,22 @@ class AdamW(torch.optim.Optimizer):
         steps = {int(entry["step"]) for entry in saved.values() if "step" in entry}
         if len(steps) > 1:
             raise ValueError(f"parameters were saved at different steps: {sorted(steps)}")
+        copies: list[tuple[Tensor, Tensor]] = []
         for index, parameter in enumerate(parameters):
-            for name, value in saved.get(index, {}).items():
-                target = self.state[parameter].get(name)
-                if name != "step" and isinstance(target, Tensor):
-                    if target.shape != value.shape:
-                        raise ValueError(
-                            f"state {name} of parameter {index} has shape {tuple(value.shape)}, "
-                            f"needs {tuple(target.shape)}"
-                        )
-                    target.copy_(value)
+            for name, target in self.state[parameter].items():
+                value = saved.get(index, {}).get(name)
+                if name == "step":
+                    continue
+                if value is None:
+                    value = target if name == "remainder" else torch.zeros_like(target)
+                if target.shape != value.shape:
+                    raise ValueError(
+                        f"state {name} of parameter {index} has shape {tuple(value.shape)}, "
+                        f"needs {tuple(target.shape)}"
+                    )
+                copies.append((target, value))
+        for target, value in copies:  # nothing has changed before all of it was found to fit
+            target.copy_(value)
         for group, entry in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in entry.items() if k != "params"})
         self._step = steps.pop() if steps else 0
@@ -227,6 +234,17 @@ class AdamW(torch.optim.Optimizer):
                 f"the gradient is not finite in {', '.join(bad)} (step {self._step}), and "
                 "update_during_backward has already applied it: load the last checkpoint."
             )
+
+    def _check_trainable(self) -> None:
+        """Refuse what was frozen or unfrozen too late: spans and gradients are laid out already."""
+        for unit in self._backend.all_units:
+            for field in unit.layout.fields:
+                if field.trainable != unit.parameters[field.name].requires_grad:
+                    raise ValueError(
+                        f"{unit.full_name(field.name)} was "
+                        f"{'trainable' if field.trainable else 'frozen'} when the model was "
+                        "offloaded: set requires_grad before outcore.offload"
+                    )
 
     def _find_segments(self) -> dict[int, list[Segment]]:
         """Return each unit's runs of elements that belong to one param group."""

@@ -52,6 +52,7 @@ class OptimizerBackend:
         prefetch: Callable[[], None],
         spare_device_bytes: Callable[[], int],
     ) -> None:
+        self.all_units = list(units)
         self.units = [unit for unit in units if unit.layout.trainable_numel]
         self.states: dict[int, UnitState] = {}
         self.gradients: Gradients | None = None
@@ -81,6 +82,20 @@ class OptimizerBackend:
                 "Use the first one, or offload the model anew."
             )
         on_host = self._placement.state_home == "host"
+        if passing is not None and not on_host:
+            raise ValueError('update_during_backward needs state="host"')
+        remainders = [unit.remainder for unit in self.units]
+        try:
+            self._build(on_host, passing)
+        except BaseException:
+            for lane in self._lanes:
+                lane.close()
+            for unit, remainder in zip(self.units, remainders, strict=True):
+                unit.remainder = remainder
+            self.states, self._lanes, self._waiting = {}, [], None
+            raise
+
+    def _build(self, on_host: bool, passing: Callable[..., None] | None) -> None:
         if on_host:
             built = build_on_host(self.units, ledger=self._host_ledger, pin=self._pin)
         else:
@@ -102,8 +117,6 @@ class OptimizerBackend:
                 device=self._device,
             )
         else:
-            if passing is not None:
-                raise ValueError('update_during_backward needs state="host"')
             sink = self._waiting = WaitingSink(
                 self.units,
                 self.chunks,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outcore.errors import OutOfBudget
-from outcore.store.ledger import Ledger
+from outcore.store.ledger import Hold, Ledger
 from outcore.units import format_bytes
 
 OUT_OF_HOST = "Raise host_memory, free host memory, or train fewer parameters."
@@ -34,6 +34,7 @@ class _PinnableMap(mmap.mmap):
     """
 
     pinned_address: int | None = None
+    hold: Hold | None = None  # its bytes in the books, for as long as a span is in use
 
     def __del__(self) -> None:
         if self.pinned_address is not None:
@@ -52,15 +53,16 @@ class HostArena:
         self.is_pinned = False
         self._used_bytes = 0
         self._ledger = ledger
-        ledger.take(purpose, self.num_bytes, remedy=OUT_OF_HOST)
+        hold = ledger.hold(purpose, self.num_bytes, remedy=OUT_OF_HOST)
         try:
             self._map = _PinnableMap(-1, self.num_bytes)
         except (OSError, ValueError) as error:
-            ledger.give_back(purpose, self.num_bytes)
+            hold.give_back()
             raise OutOfBudget(
                 f"host memory: {purpose} needs {format_bytes(self.num_bytes)}, which the system "
                 f"refused to map ({error})"
             ) from error
+        self._map.hold = hold
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)

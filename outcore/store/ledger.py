@@ -33,7 +33,8 @@ class Ledger:
         self.peak_bytes = 0
         self._taken: dict[str, int] = {}
         self._peaks: dict[str, int] = {}
-        self._lock = threading.Lock()
+        # Re-entrant: the collector may drop a Hold, which gives back, while this thread is inside.
+        self._lock = threading.RLock()
 
     def take(self, purpose: str, num_bytes: int, *, remedy: str = "") -> None:
         with self._lock:

@@ -78,9 +78,16 @@ class Slots:
                 self.num_misses += 1
                 slot = self._fetch(unit.index, self._victim(()))
             slot.users += 1
+        try:
             self.prefetch(phase)
-        assert slot.ready is not None
-        slot.ready.before_compute()
+            assert slot.ready is not None
+            slot.ready.before_compute()
+        except BaseException:  # a failed copy, or Ctrl-C in the wait: nobody will release it
+            with self._lock:
+                slot.users -= 1
+                if slot.ready is not None and slot.ready.error is not None:
+                    slot.block = None
+            raise
         return slot.memory[: unit.layout.numel]
 
     def release(self, unit: Unit) -> None:

@@ -47,7 +47,7 @@ def stand_in_peer(monkeypatch: pytest.MonkeyPatch, folder: Path, body: str) -> s
 
 
 def test_registry_names_modules_that_import_without_their_libraries() -> None:
-    assert peer_names() == ["native", "torchao", "roundpipe", "deepspeed"]
+    assert peer_names() == ["outcore", "native", "torchao", "roundpipe", "deepspeed"]
     for peer in PEERS.values():
         assert callable(import_module(peer.module).run)
 

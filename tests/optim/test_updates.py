@@ -131,7 +131,7 @@ def test_two_updates_of_a_chunk_keep_their_order(chunks: list[Chunk]) -> None:
     assert first.done in second.after
     taken = queue.take(reserved=False, min_backlog=1)
     assert taken is first
-    queue.take(reserved=False, min_backlog=1)
+    queue.take(reserved=False, min_backlog=0)
     assert queue.reserve(chunks[0].key) == [second.done]
     queue.close()
 
