@@ -115,7 +115,8 @@ class Lane:
     def _run(self) -> None:
         if self._device is not None:
             torch.cuda.set_device(self._device)
-        with torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext():
+        on_stream = torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext()
+        with torch.no_grad(), on_stream:
             while (item := self._queue.get()) is not None:
                 work, after, fence = item
                 if self._closing:
