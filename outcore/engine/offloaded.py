@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outcore.engine.activations import ActivationPolicy
 from outcore.engine.options import OffloadOptions
-from outcore.optim.backend import OptimizerBackend
+from outcore.optim.backend import OptimizerBackend, OptimizerPlacement
 from outcore.store.ledger import Ledger
 from outcore.stream.lanes import Lane
 from outcore.stream.slots import Slots
@@ -44,10 +44,7 @@ class Engine:
         device_ledger: Ledger,
         slots: Slots,
         copy_in: Lane,
-        backend_of: type[OptimizerBackend] = OptimizerBackend,
     ) -> None:
-        from outcore.optim.backend import OptimizerPlacement
-
         self.units = units
         self.options = options
         self.host_ledger = host_ledger
@@ -61,7 +58,7 @@ class Engine:
             num_blocks=sum(unit.part.is_block for unit in units),
             spare_bytes=self.spare_device_bytes,
         )
-        self.backend = backend_of(
+        self.backend = OptimizerBackend(
             units,
             OptimizerPlacement(
                 state_home=options.state,

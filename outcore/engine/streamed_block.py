@@ -50,7 +50,6 @@ class StreamedBlock:
         self._position = position
         self._body = BlockBody(module)
         self._flat: Tensor | None = None  # the weights on the device, while they are acquired
-        self._counted: tuple[activations.Signature, SavedBytes, int] | None = None
 
     @property
     def body(self) -> BlockBody:

@@ -65,7 +65,7 @@ class AdamW(torch.optim.Optimizer):
         self._backend = backend
         self._check_trainable()
         self._segments = self._find_segments()
-        backend.start(self, passing=self._update_now if update_during_backward else None)
+        backend.start(passing=self._update_now if update_during_backward else None)
         self._show_state()
 
     @torch.no_grad()

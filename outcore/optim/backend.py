@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +73,7 @@ class OptimizerBackend:
         # Small models get several chunks too: the machinery is the same at every size.
         self.chunks = chunks_of(self.units, min(MAX_CHUNK_ELEMENTS, max(1 << 10, largest // 3)))
 
-    def start(self, owner: Any, *, passing: Callable[..., None] | None) -> None:
+    def start(self, *, passing: Callable[..., None] | None) -> None:
         """Allocate state and gradient homes. ``passing`` takes updates during the backward."""
         if self.states:
             raise OutcoreError(

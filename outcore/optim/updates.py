@@ -68,6 +68,13 @@ class ChunkUpdate:
     on_read: Callable[[Fence | None], None] | None = None  # the gradient has been read, after this
     weight_ready: Fence = field(default_factory=Fence)
     done: Fence = field(default_factory=Fence)
+    _is_ready: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the gradient has arrived; asked often, so the answer yes is remembered."""
+        self._is_ready = self._is_ready or all(fence.is_done for fence in self.after)
+        return self._is_ready
 
     def apply(self, tensors: Sequence[Tensor], gradient: Tensor) -> None:
         """Run AdamW over ``tensors`` (UnitState.tensors() cut to the chunk), wherever they are."""
@@ -200,7 +207,7 @@ class UpdateQueue:
             return None
         # What the next forward needs first goes first, if its gradient is there; during a backward
         # that leaves the last blocks, which came first, for the time of the next forward.
-        ready = [u for u in others if all(fence.is_done for fence in u.after)]
+        ready = [u for u in others if u.is_ready]
         if len(ready) < min_backlog:
             return None
         return min(ready, key=lambda u: u.chunk.key, default=others[0])
