@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 
 class BlockBody(nn.Module):
@@ -46,7 +45,3 @@ def compiled_body() -> Callable[..., Any]:
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         _compiled_body = torch.compile(run_body, dynamic=False)
     return _compiled_body
-
-
-def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
-    return pytree.tree_flatten((args, kwargs))

@@ -19,6 +19,8 @@ from outcore.store.spans import ALIGN_ELEMENTS
 from outcore.stream.lanes import Fence
 from outcore.stream.unit import Unit
 
+LAST_URGENT_UNIT = 1  # the embedding and the first block: a forward starts with them
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
@@ -164,8 +166,8 @@ class UpdateQueue:
         """Return the next update, waiting for one; None when closed.
 
         ``reserved`` admits reserved chunks, ahead of all others. The others are admitted while
-        the gradients of at least ``min_backlog`` of them have arrived; with 0, always; with None,
-        never.
+        the gradients of at least ``min_backlog`` of them have arrived (of two, for units that the
+        next forward begins with); with 0, always; with None, never.
         """
         with self._changed:
             while not self._closed:
@@ -208,6 +210,7 @@ class UpdateQueue:
         # What the next forward needs first goes first, if its gradient is there; during a backward
         # that leaves the last blocks, which came first, for the time of the next forward.
         ready = [u for u in others if u.is_ready]
-        if len(ready) < min_backlog:
-            return None
-        return min(ready, key=lambda u: u.chunk.key, default=others[0])
+        first = min(ready, key=lambda u: u.chunk.key, default=others[0])
+        if first.chunk.unit.index <= LAST_URGENT_UNIT:
+            min_backlog = min(min_backlog, 2)
+        return first if len(ready) >= min_backlog else None

@@ -64,10 +64,6 @@ class Ledger:
         with self._lock:
             return sum(self._taken.values())
 
-    @property
-    def free_bytes(self) -> int | None:
-        return None if self.budget_bytes is None else self.budget_bytes - self.taken_bytes
-
     def peaks(self) -> dict[str, int]:
         """Return the peak bytes of each purpose, largest first."""
         with self._lock:

@@ -38,10 +38,6 @@ class Unit:
     def parameters(self) -> dict[str, nn.Parameter]:
         return self.part.parameters
 
-    @property
-    def is_streamed(self) -> bool:
-        return self.device_weight is None
-
     def full_name(self, field_name: str) -> str:
         return f"{self.part.name}.{field_name}" if self.part.name else field_name
 

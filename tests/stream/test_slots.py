@@ -75,7 +75,7 @@ def test_every_use_sees_the_newest_weights(
     units = make_units([7, 300, 128, 1, 129], resident)
     copy_in, updater = Lane("copy-in"), Lane("updater")
     ledger = Ledger("device", None)
-    streamed = [unit for unit in units if unit.is_streamed]
+    streamed = [unit for unit in units if unit.device_weight is None]
     slots = Slots(
         streamed,
         num_slots=num_slots,

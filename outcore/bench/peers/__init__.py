@@ -1,8 +1,9 @@
 """Peers: other ways to train the same model, measured beside Outcore on the same machine.
 
-Owns the registry. Each peer is one module with `run(job) -> BenchResult`; it imports its library
-only inside `run`, so that the registry can be read where no peer is installed, and it uses nothing
-of Outcore's engine. `runner` starts a peer in a process of its own.
+Owns the registry, in which Outcore itself stands first. Each system is one module with
+`run(job) -> BenchResult`; it imports its library only inside `run`, so that the registry can be
+read where no peer is installed, and a peer uses nothing of Outcore's engine. `runner` starts a
+system in a process of its own.
 """
 
 from collections.abc import Callable
