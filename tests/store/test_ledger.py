@@ -103,6 +103,7 @@ def test_the_refusal_has_the_numbers_and_the_remedy() -> None:
 def test_no_budget_refuses_nothing() -> None:
     ledger = Ledger("host", None)
     ledger.take("weights", 2**60)
+    assert ledger.taken_bytes == ledger.peak_bytes == 2**60
 
 
 def test_many_threads() -> None:
