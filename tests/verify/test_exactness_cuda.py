@@ -1,0 +1,51 @@
+"""Every placement has the bits of the resident run on a GPU: bf16, compiled, dropout, delays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, PretrainedConfig, Qwen2Config
+
+from outcore.verify import VerifyJob, verify
+
+pytestmark = pytest.mark.gpu
+
+CONFIGS = {
+    "qwen2": Qwen2Config(
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=997,
+        attention_dropout=0.1,
+    ),
+    "gpt2": GPT2Config(
+        n_embd=512, n_layer=4, n_head=4, vocab_size=997, bos_token_id=1, eos_token_id=1
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("dtype", "compiled"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_every_placement_has_the_bits_of_the_resident_run(
+    name: str, dtype: torch.dtype, compiled: bool
+) -> None:
+    config: PretrainedConfig = CONFIGS[name]
+    job = VerifyJob(
+        device="cuda", dtype=dtype, sequences=4, seq_len=256, options={"compile": compiled}
+    )
+    for comparison in verify(lambda: AutoModelForCausalLM.from_config(config), job):
+        assert comparison.losses_equal, comparison.name
+        assert comparison.differing == [], comparison.name
