@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outcore.engine.chunked_loss import LossJob, Steps, apply_steps, chunked_loss_sum
+from outcore.engine.chunked_loss import (
+    LossJob,
+    Steps,
+    apply_steps,
+    check_labels,
+    chunked_loss_sum,
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -231,7 +237,8 @@ def _cross_entropy(
     recipe = logits._recipe
     if target.shape != recipe.hidden.shape[:-1]:
         return None
-    _check_labels(target, ignore_index, logits.shape[-1])
+    if not target.is_cuda:  # there, looking at them here would wait for the whole forward
+        check_labels(target, ignore_index, logits.shape[-1])
     count = (target != ignore_index).sum() if reduction == "mean" else None
     loss = chunked_loss_sum(
         LossJob(
@@ -247,19 +254,6 @@ def _cross_entropy(
         )
     )
     return loss if count is None else loss / count
-
-
-def _check_labels(target: Tensor, ignore_index: int, vocabulary: int) -> None:
-    """Refuse labels outside the vocabulary where it costs nothing (on CUDA a wait would)."""
-    if target.is_cuda or target.numel() == 0:
-        return
-    bad = (target != ignore_index) & ((target < 0) | (target >= vocabulary))
-    if bool(bad.any()):
-        label = int(target[bad][0])
-        raise ValueError(
-            f"label {label} is out of range: labels are 0 to {vocabulary - 1}, or {ignore_index} "
-            "for tokens without a loss"
-        )
 
 
 def deferred_logits(

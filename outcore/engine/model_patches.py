@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from outcore.engine.block_function import BlockCall, BlockFunction, run_without_graph
+from outcore.engine.chunked_loss import check_labels
 from outcore.engine.deferred_logits import deferred_logits
 from outcore.engine.offloaded import Engine
 from outcore.engine.streamed_block import BlockServices, StreamedBlock
@@ -59,6 +60,7 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
                 )
     _make_edges_wait(model, engine)
     if head is not None:
+        engine.vocabulary = head.out_features
         forward = functools.partial(_head_forward, engine, head, head.forward)
         _replace(engine, head, "forward", forward)
     _patch_methods(model, engine)
@@ -175,13 +177,17 @@ def _before_forward(
 ) -> None:
     engine.policy.plan()
     engine.notice_writes()
-    engine.defers_logits = torch.is_grad_enabled() or kwargs.get("labels") is not None
+    labels = kwargs.get("labels")
+    engine.defers_logits = torch.is_grad_enabled() or labels is not None
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.device != engine.device:
             raise ValueError(
                 f"an input is on {value.device}, the model computes on {engine.device}: move the "
                 f'batch with .to("{engine.device}")'
             )
+    if engine.vocabulary is not None and isinstance(labels, Tensor) and labels.is_cuda:
+        # Before the forward is launched: a bad label inside it would end the CUDA context.
+        check_labels(labels, kwargs.get("ignore_index", -100), engine.vocabulary)
 
 
 def _takes_use_cache(module: nn.Module) -> bool:

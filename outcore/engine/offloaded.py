@@ -52,6 +52,7 @@ class Engine:
         self.slots = slots
         self._written: dict[int, int] = {}  # versions of the parameters, as last seen
         self.defers_logits = False
+        self.vocabulary: int | None = None  # of the head, where there is one
         self.undo_patches: list[Callable[[], None]] = []
         self.policy = ActivationPolicy(
             options.activations,
