@@ -17,6 +17,7 @@ from outcore.store.ledger import Ledger
 from outcore.stream.lanes import Fence, Lane
 from outcore.stream.order import LearnedOrder, Use
 from outcore.stream.unit import Unit
+from outcore.units import format_bytes
 
 
 @dataclass(kw_only=True)
@@ -54,7 +55,11 @@ class Slots:
         ledger.take(
             "weight slots",
             self._ledger_bytes,
-            remedy="Use fewer slots (num_slots=1 is the least) or a larger device_memory.",
+            remedy=(
+                f"Each of the {num_slots} slots holds the largest block, "
+                f"{format_bytes(numel * dtype.itemsize)}: use fewer (num_slots=1 is the least) or "
+                "a larger device_memory."
+            ),
         )
         self._slots = [
             _Slot(memory=torch.empty(numel, dtype=dtype, device=device)) for _ in range(num_slots)
