@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -14,6 +13,7 @@ from outcore.errors import StoreError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_PLAIN_TYPES = ("F32", "BF16", "F16", "F64")
 
 
 class CheckpointFiles:
@@ -30,12 +30,13 @@ class CheckpointFiles:
                 return False
         return True
 
-    def source(self, model: nn.Module) -> Callable[[Part], dict[str, Tensor]]:
-        def values(part: Part) -> dict[str, Tensor]:
-            prefix = f"{part.name}." if part.name else ""
-            return {name: self.tensor(prefix + name) for name in part.parameters}
+    def values(self, part: Part) -> dict[str, Tensor]:
+        """Read the tensors of one part."""
+        return {name: self.tensor(_full_name(part, name)) for name in part.parameters}
 
-        return values
+    def is_wider_than_bf16(self, part: Part) -> bool:
+        """Whether bf16 would round away some of what is stored for the part."""
+        return any(self._dtype(_full_name(part, name)) != "BF16" for name in part.parameters)
 
     def load_buffers(self, model: nn.Module) -> None:
         for name, buffer in model.named_buffers():
@@ -52,8 +53,26 @@ class CheckpointFiles:
             raise StoreError(f"{path}: cannot read tensor {name}: {error}") from error
 
     def _shape(self, name: str) -> list[int]:
-        with safe_open(self._file_of[name], framework="pt") as file:
-            return list(file.get_slice(name).get_shape())
+        return self._header(name)[0]
+
+    def _dtype(self, name: str) -> str:
+        return self._header(name)[1]
+
+    def _header(self, name: str) -> tuple[list[int], str]:
+        """Return a tensor's shape and type; refuses types that are not plain numbers."""
+        path = self._file_of[name]
+        try:
+            with safe_open(path, framework="pt") as file:
+                entry = file.get_slice(name)
+                shape, dtype = list(entry.get_shape()), str(entry.get_dtype())
+        except (OSError, SafetensorError) as error:
+            raise StoreError(f"{path}: cannot read tensor {name}: {error}") from error
+        if dtype not in _PLAIN_TYPES:
+            raise StoreError(
+                f"{path}: tensor {name} is {dtype}, which needs scales to mean anything; only "
+                f"{', '.join(_PLAIN_TYPES)} weights can be loaded. Dequantize the model first."
+            )
+        return shape, dtype
 
     def _read_index(self) -> dict[str, Path]:
         single = self._directory / SINGLE
@@ -87,3 +106,7 @@ class CheckpointFiles:
                 return list(file.keys())
         except (OSError, SafetensorError) as error:
             raise StoreError(f"{path}: not a safetensors file: {error}") from error
+
+
+def _full_name(part: Part, name: str) -> str:
+    return f"{part.name}.{name}" if part.name else name

@@ -17,6 +17,7 @@ from outcore.blocks import Part
 from outcore.engine.checkpoint_files import CheckpointFiles
 from outcore.engine.offload import offload, offload_from
 from outcore.engine.options import OffloadOptions, check_options
+from outcore.errors import UnsupportedModel
 
 
 def from_config(config: Any, *, auto_class: Any = None, **options: Any) -> Any:
@@ -40,11 +41,20 @@ def load(directory: str | Path, *, auto_class: Any = None, **options: Any) -> An
     """
     from transformers import AutoConfig, GenerationConfig
 
-    path = Path(directory)
+    path = Path(directory).expanduser()
     if not (path / "config.json").is_file():
-        raise ValueError(f"{path} is no Hugging Face model directory: it has no config.json")
+        raise ValueError(
+            f"{path} is no Hugging Face model directory: it has no config.json. For a model on the "
+            "Hub pass huggingface_hub.snapshot_download(name)."
+        )
     checked = _check(options)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        raise UnsupportedModel(
+            f"{path} is quantized ({quantization.get('quant_method', 'unknown method')}): only "
+            "fp32, bf16, fp16 and fp64 weights can be loaded. Dequantize it and save it first."
+        )
     files = CheckpointFiles(path)
     model = _on_meta(config, auto_class)
     if not files.holds_all(model):
@@ -52,7 +62,7 @@ def load(directory: str | Path, *, auto_class: Any = None, **options: Any) -> An
         auto = auto_class or _auto_class(config)
         whole = auto.from_pretrained(path, dtype="auto", use_safetensors=True)
         return offload(whole, **options)
-    model = offload_from(model, checked, source=files.source(model))
+    model = offload_from(model, checked, source=files)
     _fill_meta_buffers(model, checked.device)
     files.load_buffers(model)
     if (path / "generation_config.json").is_file():
@@ -99,7 +109,10 @@ class _Initialised:
         self._model = model
         self._device = options.device
 
-    def __call__(self, part: Part) -> dict[str, Tensor]:
+    def is_wider_than_bf16(self, part: Part) -> bool:
+        return False  # a random draw loses nothing by being rounded
+
+    def values(self, part: Part) -> dict[str, Tensor]:
         part.module.to_empty(device=self._device, recurse=part.is_block)
         for module in _children_first(part.module) if part.is_block else (part.module,):
             _initialise(self._model, module)

@@ -27,6 +27,8 @@ class MicroBatches:
             None,
         )
         self.batch = 1 if hidden is None else hidden.shape[0]
+        if self.batch == 0:
+            raise ValueError("the batch has 0 sequences")
         size = self.batch
         if hidden is not None and _can_split(leaves, hidden):
             size = _pick(hidden) if micro_batch is None else min(micro_batch, self.batch)

@@ -226,7 +226,10 @@ def _to(model: nn.Module, engine: Engine, *args: Any, **kwargs: Any) -> nn.Modul
 
 
 def _refuse_apply(*_: Any, **__: Any) -> nn.Module:
-    raise OutcoreError("an offloaded model cannot be moved or cast; offload it anew")
+    raise OutcoreError(
+        "an offloaded model cannot be moved or cast: call outcore.release(model) first, or "
+        "offload it anew for another device or type"
+    )
 
 
 def _save_pretrained(original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ streams, patch the model.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from typing import TypeVar
 
@@ -44,7 +45,7 @@ def offload(
     weights: str = "host",
     state: str = "host",
     activations: str = "auto",
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     gradient_dtype: torch.dtype | None = None,
     num_slots: int = 3,
     num_visits: int | None = None,
@@ -57,7 +58,8 @@ def offload(
     micro_batch: sequences that a block works on at a time; None picks a size.
     weights, state: "host" or "device", the home of block weights and of optimizer state.
     activations: "keep", "recompute", or "auto": keep as many blocks as the device budget allows.
-    dtype: bfloat16 computes in bf16 with an fp32 master; float32 is fp32 throughout.
+    dtype: bfloat16 computes in bf16 with an fp32 master; float32 is fp32 throughout. None:
+        bfloat16 on a GPU, float32 on the CPU.
     gradient_dtype: the type in which gradients leave the device; None: the same as dtype.
     num_slots: device buffers that streamed weights pass through.
     num_visits: device buffers for optimizer state that is updated on the device; None: as fits.
@@ -79,6 +81,11 @@ def offload(
         num_visits=num_visits,
         compile=compile,
     )
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"offload takes a model, not {model!r}: load one with from_pretrained, or use "
+            "outcore.load(directory)"
+        )
     meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
         raise ValueError(
@@ -143,7 +150,7 @@ def synchronize(model: nn.Module) -> None:
 
 
 def release(model: nn.Module) -> None:
-    """Make an offloaded model an ordinary one again, and end its threads.
+    """Make an offloaded model an ordinary one again, end its threads and free its state.
 
     Parameters keep their values and stay where they are (block weights in host memory): move the
     model with ``.to(device)`` to use it, or offload it anew.
@@ -153,15 +160,18 @@ def release(model: nn.Module) -> None:
     unpatch_model(engine)
     engine.close()
     _lift_device_limit(engine.device)
+    del engine
+    gc.collect()
 
 
 def _open_books(options: OffloadOptions) -> tuple[Ledger, Ledger]:
+    gc.collect()  # an offloaded model that was dropped is part of cycles, and may be large
     available = available_host_bytes()
     host_budget = options.host_memory_bytes
     if host_budget is not None and available is not None and host_budget > available:
         raise ValueError(
             f"host_memory is {format_bytes(host_budget)}, but only {format_bytes(available)} are "
-            "available to this process"
+            "available to this process; leave host_memory out to use what is free"
         )
     if host_budget is None and available is not None:
         host_budget = int(available * 0.97)

@@ -38,7 +38,7 @@ def check_options(
     weights: str,
     state: str,
     activations: str,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     gradient_dtype: torch.dtype | None,
     num_slots: int,
     num_visits: int | None,
@@ -50,6 +50,8 @@ def check_options(
             raise ValueError(f"{name} must be one of {', '.join(map(repr, _HOMES))}, not {home!r}")
     if activations not in ("auto", "keep", "recompute"):
         raise ValueError(f'activations must be "auto", "keep" or "recompute", not {activations!r}')
+    if dtype is None:
+        dtype = torch.bfloat16 if chosen.type == "cuda" else torch.float32
     if dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(
             f"dtype must be torch.bfloat16 (with an fp32 master) or torch.float32, not {dtype}"
@@ -85,7 +87,10 @@ def check_options(
 def _device(device: str | torch.device | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f'device must be "cuda" or "cpu", not {device!r}') from None
     if chosen.type not in ("cuda", "cpu"):
         raise ValueError(f'device must be "cuda" or "cpu", not {str(device)!r}')
     if chosen.type == "cuda":

@@ -5,7 +5,7 @@ Everything that can be refused is refused before the first parameter is touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,15 @@ from outcore.store.ledger import Ledger
 from outcore.store.spans import SpanLayout
 from outcore.stream.unit import Unit
 
-Source = Callable[[Part], dict[str, Tensor]]
+
+class Source(Protocol):
+    """Gives the values of parts whose parameters are on the meta device."""
+
+    def values(self, part: Part) -> dict[str, Tensor]: ...
+
+    def is_wider_than_bf16(self, part: Part) -> bool: ...
+
+
 Replaced = dict[int, tuple[nn.Parameter, nn.Parameter]]  # by id: a meta parameter and the real one
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -73,7 +81,7 @@ def place_units(
     are replaced, and returned beside what replaced them.
     """
     streamed = [u for u in units if u.part.is_block and options.weights == "host"]
-    with_remainder = [u for u in units if _needs_remainder(u, is_loaded_later=source is not None)]
+    with_remainder = [u for u in units if _needs_remainder(u, source)]
     pin = options.device.type == "cuda"
     resident = [u for u in units if u not in streamed]
     device_ledger.take(
@@ -101,14 +109,16 @@ def place_units(
             unit.remainder = remainders.span(unit.layout.trainable_numel, torch.int16)
     replaced: Replaced = {}
     for unit in units:
-        _move_in(unit, source(unit.part) if source is not None else None, replaced)
+        _move_in(unit, source.values(unit.part) if source is not None else None, replaced)
     return replaced
 
 
-def _needs_remainder(unit: Unit, *, is_loaded_later: bool) -> bool:
-    """Whether bf16 would round the weights away that the model came with."""
-    if unit.dtype != torch.bfloat16 or is_loaded_later:
+def _needs_remainder(unit: Unit, source: Source | None) -> bool:
+    """Whether bf16 would round away some of the weights that the model comes with."""
+    if unit.dtype != torch.bfloat16 or unit.layout.trainable_numel == 0:
         return False
+    if source is not None:
+        return source.is_wider_than_bf16(unit.part)
     trainable = [unit.parameters[f.name] for f in unit.layout.trainable]
     return any(p.dtype != torch.bfloat16 for p in trainable)
 

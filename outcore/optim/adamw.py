@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from outcore.errors import NonFiniteGradient
-from outcore.kernels import AdamWScalars
+from outcore.kernels import AdamWScalars, has_library
 from outcore.optim.backend import OptimizerBackend
 from outcore.optim.updates import Chunk, ChunkUpdate, Segment
 from outcore.stream.lanes import Fence
@@ -63,6 +63,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(_as_groups(params), defaults)
         backend = _backend_of(self.param_groups)
         self._backend = backend
+        has_library()  # warns here, once, if the kernels are missing: not in a background thread
         self._check_trainable()
         self._segments = self._find_segments()
         backend.start(passing=self._update_now if update_during_backward else None)
@@ -334,7 +335,11 @@ def _check(
 ) -> None:
     if not lr >= 0:
         raise ValueError(f"lr must be 0 or more, not {lr}")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    if (
+        not isinstance(betas, (tuple, list))
+        or len(betas) != 2
+        or not all(0 <= beta < 1 for beta in betas)
+    ):
         raise ValueError(f"betas must be two numbers in [0, 1), not {betas}")
     if not eps >= 0:
         raise ValueError(f"eps must be 0 or more, not {eps}")
