@@ -66,7 +66,10 @@ class AdamW(torch.optim.Optimizer):
         has_library()  # warns here, once, if the kernels are missing: not in a background thread
         self._check_trainable()
         self._segments = self._find_segments()
-        backend.start(passing=self._update_now if update_during_backward else None)
+        backend.start(
+            passing=self._update_now if update_during_backward else None,
+            check=self._check_first,
+        )
         self._show_state()
 
     @torch.no_grad()
@@ -212,16 +215,18 @@ class AdamW(torch.optim.Optimizer):
         on_read: Callable[[Fence | None], None] | None,
     ) -> None:
         """Queue an update while the backward still runs."""
+        if not self._updated_chunks:
+            self._step += 1
+        self._updated_chunks.add(chunk.key)
+        self._backend.queue([self._update(chunk, self._scalars(), gradient, after, on_read)])
+
+    def _check_first(self, chunk: Chunk) -> None:
         if chunk.key in self._updated_chunks:
             raise RuntimeError(
                 f"{chunk.unit.name} got a second gradient before step(), but its update has "
                 "already begun: update_during_backward allows one backward() for each step(), "
                 "and each block once in a forward. Leave the option off to add gradients up."
             )
-        if not self._updated_chunks:
-            self._step += 1
-        self._updated_chunks.add(chunk.key)
-        self._backend.queue([self._update(chunk, self._scalars(), gradient, after, on_read)])
 
     def _end_passing_step(self) -> None:
         self._updated_chunks.clear()

@@ -73,8 +73,16 @@ class OptimizerBackend:
         # Small models get several chunks too: the machinery is the same at every size.
         self.chunks = chunks_of(self.units, min(MAX_CHUNK_ELEMENTS, max(1 << 10, largest // 3)))
 
-    def start(self, *, passing: Callable[..., None] | None) -> None:
-        """Allocate state and gradient homes. ``passing`` takes updates during the backward."""
+    def start(
+        self,
+        *,
+        passing: Callable[..., None] | None,
+        check: Callable[[Chunk], None],
+    ) -> None:
+        """Allocate state and gradient homes.
+
+        ``passing`` takes updates during the backward; ``check`` refuses a second one of a chunk.
+        """
         if self.states:
             raise OutcoreError(
                 "this model already has an outcore.AdamW; its state would be built a second time. "
@@ -85,7 +93,7 @@ class OptimizerBackend:
             raise ValueError('update_during_backward needs state="host"')
         remainders = [unit.remainder for unit in self.units]
         try:
-            self._build(on_host, passing)
+            self._build(on_host, passing, check)
         except BaseException:
             for lane in self._lanes:
                 lane.close()
@@ -94,7 +102,12 @@ class OptimizerBackend:
             self.states, self._lanes, self._waiting = {}, [], None
             raise
 
-    def _build(self, on_host: bool, passing: Callable[..., None] | None) -> None:
+    def _build(
+        self,
+        on_host: bool,
+        passing: Callable[..., None] | None,
+        check: Callable[[Chunk], None],
+    ) -> None:
         if on_host:
             built = build_on_host(self.units, ledger=self._host_ledger, pin=self._pin)
         else:
@@ -112,6 +125,7 @@ class OptimizerBackend:
                 host_ledger=self._host_ledger,
                 pin=self._pin,
                 submit=passing,
+                check=check,
                 direct=self._direct_gradient,
                 device=self._device,
             )

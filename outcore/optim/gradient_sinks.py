@@ -83,7 +83,8 @@ class WaitingSink:
         )
         self._fences.setdefault(unit.index, {})[start] = fence
         for chunk in self._chunks[unit.index]:
-            place = self._direct(chunk) if chunk.delivery == start else None
+            is_free = chunk.delivery == start and all(f.is_issued for f in unit.pending)
+            place = self._direct(chunk) if is_free else None
             if place is not None:
                 self._visiting[chunk.key] = _put(chunk, place, wire, start, self._device)
         return fence
@@ -130,13 +131,18 @@ class PassingSink:
         host_ledger: Ledger,
         pin: bool,
         submit: Callable[..., None],
+        check: Callable[[Chunk], None],
         direct: DirectPlace,
         device: torch.device,
     ) -> None:
-        """``submit`` takes (chunk, gradient, fences, on_read) of each update."""
+        """``check`` raises if a chunk may not have another update yet.
+
+        ``submit`` takes (chunk, gradient, fences, on_read) of each update.
+        """
         self._device = device
         self._copy_out = copy_out
         self._submit = submit
+        self._check = check
         self._direct = direct
         self._chunks = _by_unit(chunks)
         numel = max(chunk.numel for chunk in chunks)
@@ -151,6 +157,9 @@ class PassingSink:
             self._ring.put((arena.span(numel, wire_dtype), None))
 
     def deliver(self, unit: Unit, start: int, wire: Tensor, ready: Fence) -> Fence:
+        for chunk in self._chunks[unit.index]:
+            if chunk.delivery == start:
+                self._check(chunk)  # refuses before anything is overwritten
         fence = ready  # the lane keeps its order: its last copy's fence stands for all
         for chunk in self._chunks[unit.index]:
             if chunk.delivery != start:
@@ -172,9 +181,9 @@ class PassingSink:
 
         def copy() -> None:
             buffer, free = self._ring.get()
+            held.append(buffer)  # goes back to the ring even if what follows fails
             if free is not None:
                 free.block()
-            held.append(buffer)
             target = buffer[: wire.numel()]
             target.copy_(wire, non_blocking=True)
             _hold(wire, self._copy_out)

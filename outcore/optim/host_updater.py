@@ -22,15 +22,19 @@ class HostUpdater:
         self._thread.start()
 
     def join(self) -> None:
-        self._thread.join(timeout=2)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=2)
 
     def _run(self) -> None:
-        while (update := self._queue.take(reserved=False, min_backlog=0)) is not None:
-            try:
-                self._update(update)
-            except BaseException as error:
-                update.fail(error)
-            del update  # hold no tensor while idle
+        try:
+            while (update := self._queue.take(reserved=False, min_backlog=0)) is not None:
+                try:
+                    self._update(update)
+                except BaseException as error:
+                    update.fail(error)
+                del update  # hold no tensor while idle
+        except BaseException as error:  # take() asks events, which raise after a CUDA error
+            self._queue.break_off(error)
 
     def _update(self, update: ChunkUpdate) -> None:
         for fence in update.after:

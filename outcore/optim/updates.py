@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 
@@ -138,18 +139,31 @@ class UpdateQueue:
         self._waiting: list[ChunkUpdate] = []
         self._reserved: set[tuple[int, int]] = set()
         self._last_done: dict[tuple[int, int], Fence] = {}
+        self._last_weight: dict[tuple[int, int], Fence] = {}
+        self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._closed = False
 
     def push(self, updates: Sequence[ChunkUpdate]) -> None:
         with self._changed:
             for update in updates:
-                earlier = self._last_done.get(update.chunk.key)
-                if earlier is not None:  # two updates of one chunk keep their order
-                    update.after = [*update.after, earlier]
-                self._last_done[update.chunk.key] = update.done
+                key = update.chunk.key
+                if key in self._last_done:  # two updates of one chunk keep their order
+                    earlier = self._last_done[key], self._last_weight[key]
+                    update.after = [*update.after, *earlier]
+                self._last_done[key], self._last_weight[key] = update.done, update.weight_ready
             self._waiting += updates
             self._changed.notify_all()
+        if self._error is not None:
+            self.break_off(self._error)
+
+    def break_off(self, error: BaseException) -> None:
+        """Fail what waits and what will come: an updater has ended."""
+        with self._changed:
+            self._error = error
+            left, self._waiting = self._waiting, []
+        for update in left:
+            update.fail(error)
 
     def reserve(self, key: tuple[int, int]) -> list[Fence] | None:
         """Keep a chunk's next update for the visitor.
@@ -171,12 +185,21 @@ class UpdateQueue:
         """
         with self._changed:
             while not self._closed:
-                update = self._next(reserved, min_backlog)
+                update = self._pop(reserved, min_backlog)
                 if update is not None:
-                    self._waiting.remove(update)
-                    self._reserved.discard(update.chunk.key)
-                    self._changed.notify_all()  # whoever waits for a backlog looks again
                     return update
+                self._changed.wait()
+            return None
+
+    def take_or_idle(self, *, min_backlog: int | None) -> ChunkUpdate | Literal["idle"] | None:
+        """Return as ``take`` does, reserved chunks too; but "idle" as soon as nothing waits."""
+        with self._changed:
+            while not self._closed:
+                update = self._pop(True, min_backlog)
+                if update is not None:
+                    return update
+                if not self._waiting:
+                    return "idle"
                 self._changed.wait()
             return None
 
@@ -198,6 +221,14 @@ class UpdateQueue:
             left, self._waiting = self._waiting, []
             self._changed.notify_all()
             return left
+
+    def _pop(self, reserved: bool, min_backlog: int | None) -> ChunkUpdate | None:
+        update = self._next(reserved, min_backlog)
+        if update is not None:
+            self._waiting.remove(update)
+            self._reserved.discard(update.chunk.key)
+            self._changed.notify_all()  # whoever waits for a backlog looks again
+        return update
 
     def _next(self, reserved: bool, min_backlog: int | None) -> ChunkUpdate | None:
         if reserved:

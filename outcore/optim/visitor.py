@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -65,6 +66,10 @@ class Visitor:
             )
             for _ in range(num_visits)
         ]
+        # Their memory may still be in use under its last owner, on the compute stream.
+        allocated = Fence.after_compute(device)
+        for visit in self._idle:
+            visit.free = allocated
         # Some stay free, to help the host with chunks that are not staged.
         self._num_helping = min(2, num_visits // 2)
         self._staged: dict[tuple[int, int], _Visit] = {}
@@ -80,7 +85,8 @@ class Visitor:
         self._thread.start()
 
     def join(self) -> None:
-        self._thread.join(timeout=2)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=2)
         self._lane_in.close()
         self._lane_out.close()
 
@@ -103,8 +109,9 @@ class Visitor:
             self._conduct(update)
         except BaseException as error:
             update.fail(error)
-        if not self._queue.has_work():
-            self._stage_ahead()
+
+    def _can_stage(self) -> bool:
+        return len(self._idle) > self._num_helping and len(self._staged) < len(self._schedule)
 
     def _admitted_backlog(self) -> int | None:
         """Return how many chunks must wait before one that is not staged may be taken.
@@ -160,7 +167,7 @@ class Visitor:
         )
         update.gradient_read(updated)
         self._lane_out.submit(weight_home, after=[updated], fence=at_home)
-        self._lane_out.submit(rest_home, fence=update.done)
+        self._lane_out.submit(rest_home, after=[updated], fence=update.done)
         visit.free = update.done
         self.num_updated += chunk.numel
 
@@ -191,16 +198,26 @@ class Visitor:
 
 def _conduct_visits(reference: weakref.ref[Visitor], queue: UpdateQueue) -> None:
     """The visitor's thread. It refers to the visitor, and so to all state, only while it works."""
-    visitor = reference()
-    if visitor is not None:
-        visitor._stage_ahead()
-    while visitor is not None:
-        min_backlog = visitor._admitted_backlog()
-        del visitor
-        update = queue.take(reserved=True, min_backlog=min_backlog)
+    try:
         visitor = reference()
-        if update is None:
-            return
         if visitor is not None:
-            visitor._run_one(update)
-        del update
+            visitor._stage_ahead()
+        while visitor is not None:
+            min_backlog, can_stage = visitor._admitted_backlog(), visitor._can_stage()
+            del visitor
+            update: ChunkUpdate | Literal["idle"] | None
+            if can_stage:
+                update = queue.take_or_idle(min_backlog=min_backlog)
+            else:
+                update = queue.take(reserved=True, min_backlog=min_backlog)
+            visitor = reference()
+            if update is None:
+                return
+            if update == "idle":
+                if visitor is not None:
+                    visitor._stage_ahead()
+            elif visitor is not None:
+                visitor._run_one(update)
+            del update
+    except BaseException as error:  # the reserved chunks are nobody else's
+        queue.break_off(error)

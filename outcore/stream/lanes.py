@@ -53,6 +53,10 @@ class Fence:
         self._issued.set()
 
     @property
+    def is_issued(self) -> bool:
+        return self._issued.is_set()
+
+    @property
     def is_done(self) -> bool:
         """Whether the work succeeded and is over; a failure stays to be raised where it matters."""
         done = self._issued.is_set() and self.error is None
@@ -68,7 +72,8 @@ class Fence:
         """Make what the calling thread launches next on its current stream wait for the work."""
         self._wait_issued()
         if self.event is not None:
-            self.event.wait()
+            # The event's own device: the calling thread's current device may be another one.
+            self.event.wait(torch.cuda.current_stream(self.event.device))
 
     def _wait_issued(self) -> None:
         self._issued.wait()
@@ -88,6 +93,7 @@ class Lane:
         self._queue: queue.SimpleQueue[tuple[Callable[[], None], Sequence[Fence], Fence] | None]
         self._queue = queue.SimpleQueue()
         self._closing = False
+        self._lock = threading.RLock()  # re-entrant: the collector may close a lane anywhere
         self._thread = threading.Thread(target=self._run, name=f"outcore-{name}", daemon=True)
         self._thread.start()
 
@@ -100,17 +106,24 @@ class Lane:
     ) -> Fence:
         """Queue ``work`` to run when the fences in ``after`` are passed; return its own fence."""
         fence = fence if fence is not None else Fence()
-        if self._closing:
-            raise LaneError(f"lane {self.name} is closed")
-        self._queue.put((work, tuple(after), fence))
+        with self._lock:  # nothing may come behind the None of close()
+            if self._closing:
+                raise LaneError(f"lane {self.name} is closed")
+            self._queue.put((work, tuple(after), fence))
         return fence
 
     def close(self) -> None:
         """Drop queued work, finish the piece in hand, and end the thread."""
-        self._closing = True
-        self._queue.put(None)
+        with self._lock:
+            self._closing = True
+            self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2)
+        if self.stream is not None:
+            # Its copies must land before anyone frees their memory; after a CUDA error the rest
+            # must still close.
+            with contextlib.suppress(RuntimeError):
+                self.stream.synchronize()
 
     def _run(self) -> None:
         if self._device is not None:

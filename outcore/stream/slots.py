@@ -64,6 +64,10 @@ class Slots:
         self._slots = [
             _Slot(memory=torch.empty(numel, dtype=dtype, device=device)) for _ in range(num_slots)
         ]
+        # Their memory may still be in use under its last owner, on the compute stream.
+        allocated = Fence.after_compute(device)
+        for slot in self._slots:
+            slot.free = allocated
         self.num_fetches = 0
         self.num_misses = 0  # fetches that were asked for only when needed
 
