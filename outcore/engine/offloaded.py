@@ -6,6 +6,7 @@ import atexit
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,6 +161,12 @@ class Engine:
         self._is_closed = True
         self.backend.close()
         self._copy_in.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an offloaded model cannot be copied or pickled: use save_pretrained or state_dict(), "
+            "or call outcore.release(model) first"
+        )
 
     def __del__(self) -> None:
         self.close()

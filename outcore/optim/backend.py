@@ -261,14 +261,18 @@ class OptimizerBackend:
         self._device_ledger.take(
             "state visits", num_visits * each, remedy="Use a larger device_memory or fewer visits."
         )
+        try:
+            self._visitor = Visitor(
+                self._queue,
+                schedule,
+                num_visits=num_visits,
+                device=self._device,
+                gradient_dtype=self._placement.wire_dtype,
+            )
+        except torch.OutOfMemoryError:  # fragments: visits save time, and nothing needs them
+            self._device_ledger.give_back("state visits", num_visits * each)
+            return
         self.num_visits = num_visits
-        self._visitor = Visitor(
-            self._queue,
-            schedule,
-            num_visits=num_visits,
-            device=self._device,
-            gradient_dtype=self._placement.wire_dtype,
-        )
 
     def _update_on_device(self, update: ChunkUpdate) -> None:
         """Run an update whose state is on the device, in the order of the compute stream."""

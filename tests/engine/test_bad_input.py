@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import subprocess
 import sys
@@ -483,3 +484,11 @@ def test_close_ends_every_thread_and_parameters_stay_readable() -> None:
         assert torch.equal(parameter, expected[name]), name
     with pytest.raises(outcore.OutcoreError):
         optimizer.step()
+
+
+def test_copying_an_offloaded_model_says_what_to_do() -> None:
+    model = offloaded(LLAMA.make())
+    with pytest.raises(TypeError, match=r"save_pretrained.*release"):
+        copy.deepcopy(model)
+    outcore.release(model)
+    assert copy.deepcopy(model)(**batch_of()).loss == model(**batch_of()).loss
