@@ -210,10 +210,6 @@ class UpdateQueue:
         for fence in fences:
             fence.block()
 
-    def has_work(self) -> bool:
-        with self._changed:
-            return bool(self._waiting)
-
     def close(self) -> list[ChunkUpdate]:
         """Wake every updater with nothing to do; return the updates that nobody took."""
         with self._changed:

@@ -84,7 +84,7 @@ def drain(queue: UpdateQueue, **admits: object) -> list[tuple[int, int]]:
     thread = threading.Thread(target=run)
     thread.start()
     deadline = time.monotonic() + 5
-    while queue.has_work() and time.monotonic() < deadline:
+    while queue._waiting and time.monotonic() < deadline:
         size = len(taken)
         time.sleep(0.02)
         if len(taken) == size:
