@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outcore.engine.activations import ActivationPolicy
 from outcore.engine.options import OffloadOptions
-from outcore.optim.backend import OptimizerBackend, OptimizerPlacement
+from outcore.optim.backend import DEVICE_STATE, OptimizerBackend, OptimizerPlacement
 from outcore.store.ledger import Ledger
 from outcore.stream.lanes import Lane
 from outcore.stream.slots import Slots
@@ -94,8 +94,8 @@ class Engine:
             return 0
         used = self.device_peak_bytes()
         if self.device.type == "cuda":
-            # Visits are allocated after the first step, whose peak does not hold them.
-            used += self.device_ledger.peaks().get("state visits", 0)
+            # State comes to the device after the first step, whose peak does not hold it.
+            used += sum(self.device_ledger.peaks().get(purpose, 0) for purpose in DEVICE_STATE)
         else:
             # The CPU device's books have no temporaries: leave room for one block's graph.
             used += max(self.policy.largest_bytes(), 1)

@@ -16,6 +16,7 @@ from outcore.errors import OutcoreError
 from outcore.optim.gradient_sinks import PassingSink, WaitingSink
 from outcore.optim.gradients import Gradients
 from outcore.optim.host_updater import HostUpdater
+from outcore.optim.lodgers import Lodgers, Scheduled, lodger_bytes, urgent_chunks
 from outcore.optim.state import UnitState, build_on_device, build_on_host
 from outcore.optim.updates import Chunk, ChunkUpdate, UpdateQueue, chunks_of
 from outcore.optim.visitor import Visitor, visit_bytes
@@ -24,8 +25,8 @@ from outcore.stream.lanes import Fence, Lane
 from outcore.stream.unit import Unit
 
 MAX_CHUNK_ELEMENTS = 1 << 25
-MAX_VISITS = 20
-MIN_VISITS = 2  # one comes while the other goes
+NUM_HELPING = 2  # one visit comes while the other goes
+DEVICE_STATE = ("lodged state", "state visits")  # purposes in the device's books
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class OptimizerPlacement:
 
     state_home: str
     wire_dtype: torch.dtype
-    num_visits: int | None  # None: as many as the device budget leaves room for
+    num_visits: int | None  # chunks with buffers on the device; None: as many as help and fit
 
 
 class OptimizerBackend:
@@ -68,7 +69,8 @@ class OptimizerBackend:
         self._lanes: list[Lane] = []
         self._host: HostUpdater | None = None
         self._visitor: Visitor | None = None
-        self._visitor_decided = False
+        self._lodgers: Lodgers | None = None
+        self._has_settled = False
         largest = max((unit.layout.trainable_numel for unit in self.units), default=1)
         # Small models get several chunks too: the machinery is the same at every size.
         self.chunks = chunks_of(self.units, min(MAX_CHUNK_ELEMENTS, max(1 << 10, largest // 3)))
@@ -176,21 +178,26 @@ class OptimizerBackend:
     def queue(self, updates: list[ChunkUpdate]) -> None:
         """Hand updates over; units whose weights they change are marked before anyone starts."""
         if self._waiting is not None:
-            self._start_visitor_once()
+            self._settle_once()
         for update in updates:
             unit = update.chunk.unit
             unit.update_queued([*(f for f in unit.pending if not f.is_done), update.weight_ready])
-        if self._queue is not None:
-            self._queue.push(updates)
-        else:
+        if self._queue is None:
             for update in updates:
                 self._update_on_device(update)
+        elif self._lodgers is None:
+            self._queue.push(updates)
+        else:
+            self._queue.push([u for u in updates if u.chunk not in self._lodgers])
+            for update in updates:
+                if update.chunk in self._lodgers:
+                    self._lodgers.update(update)
         if self._waiting is not None:
             self._prefetch()
 
     def begin_forward(self) -> None:
         """Say that all updates of this step have been queued, in passing mode."""
-        self._start_visitor_once()
+        self._settle_once()
         self._prefetch()
 
     def clear_gradients(self) -> None:
@@ -200,8 +207,11 @@ class OptimizerBackend:
             self.gradients.clear_norms()
 
     def synchronize(self) -> None:
+        """Wait for every update, and bring all state home."""
         if self._queue is not None:
             self._queue.synchronize()
+        if self._lodgers is not None:
+            self._lodgers.bring_home()
         for unit in self.units:
             unit.block_until_updated()
 
@@ -211,6 +221,7 @@ class OptimizerBackend:
         return {
             "host": self._host.num_updated if self._host is not None else 0,
             "visiting": self._visitor.num_updated if self._visitor is not None else 0,
+            "lodged": self._lodgers.num_updated if self._lodgers is not None else 0,
         }
 
     @property
@@ -220,8 +231,8 @@ class OptimizerBackend:
 
     def state_replaced(self) -> None:
         """Say that state or weights were written from outside: copies on the device are stale."""
-        if self._visitor is not None:
-            self._visitor.forget_staged()
+        if self._lodgers is not None:
+            self._lodgers.forget()
 
     def check_alive(self) -> None:
         if self.gradients is None:
@@ -238,41 +249,73 @@ class OptimizerBackend:
             self._host.join()
         if self._visitor is not None:
             self._visitor.join()
+        if self._lodgers is not None:
+            self._lodgers.close()
         self.gradients = None
 
     def _direct_gradient(self, chunk: Chunk) -> tuple[Tensor, list[Fence]] | None:
-        return self._visitor.gradient_buffer(chunk) if self._visitor is not None else None
+        return self._lodgers.gradient_buffer(chunk) if self._lodgers is not None else None
 
-    def _start_visitor_once(self) -> None:
-        """Start the visitor after a first whole step, when the device's peak is known."""
-        if self._visitor_decided or self._queue is None:
+    def _settle_once(self) -> None:
+        """Bring state to the device after a first whole step, when the device's peak is known."""
+        if self._has_settled or self._queue is None:
             return
-        self._visitor_decided = True
+        self._has_settled = True
         schedule = [(chunk, self.states[chunk.unit.index]) for chunk in self.chunks]
-        numel = max(chunk.numel for chunk in self.chunks)
-        each = visit_bytes(schedule[0][1], numel, self._placement.wire_dtype)
         num_visits = self._placement.num_visits
         if num_visits is None:
-            room = self._spare_device_bytes() // each if self._device.type == "cuda" else 0
-            num_visits = min(MAX_VISITS, room)
-            num_visits = num_visits if num_visits >= MIN_VISITS else 0
+            num_visits = self._fitting_visits(schedule)
         if num_visits == 0:
             return
-        self._device_ledger.take(
-            "state visits", num_visits * each, remedy="Use a larger device_memory or fewer visits."
-        )
+        # An explicit number may ask for more than the schedule has; the rest would stay empty.
+        num_helping = min(NUM_HELPING, num_visits - 1)
+        lodged = schedule[: num_visits - num_helping]
+        sizes = self._device_state_bytes(lodged, num_helping)
+        for purpose, num_bytes in zip(DEVICE_STATE, sizes, strict=True):
+            self._device_ledger.take(
+                purpose, num_bytes, remedy="Use a larger device_memory or fewer visits."
+            )
         try:
+            self._settle(lodged, num_helping)
+        except torch.OutOfMemoryError:  # fragments: they save time, and nothing needs them
+            self._lodgers = None
+            for purpose, num_bytes in zip(DEVICE_STATE, sizes, strict=True):
+                self._device_ledger.give_back(purpose, num_bytes)
+            return
+        self.num_visits = len(lodged) + num_helping
+
+    def _settle(self, lodged: Sequence[Scheduled], num_helping: int) -> None:
+        assert self._queue is not None
+        wire_dtype = self._placement.wire_dtype
+        last_updates = [self._queue.last_update(chunk) for chunk, _ in lodged]
+        lodgers = Lodgers(lodged, last_updates, device=self._device, gradient_dtype=wire_dtype)
+        self._lodgers = lodgers
+        if num_helping:
             self._visitor = Visitor(
                 self._queue,
-                schedule,
-                num_visits=num_visits,
+                num_visits=num_helping,
+                like=self.states[self.chunks[0].unit.index],
+                numel=max(chunk.numel for chunk in self.chunks),
                 device=self._device,
-                gradient_dtype=self._placement.wire_dtype,
+                gradient_dtype=wire_dtype,
             )
-        except torch.OutOfMemoryError:  # fragments: visits save time, and nothing needs them
-            self._device_ledger.give_back("state visits", num_visits * each)
-            return
-        self.num_visits = num_visits
+
+    def _fitting_visits(self, schedule: Sequence[Scheduled]) -> int:
+        """Return how many chunks get buffers: to help the host, then for all that is urgent."""
+        if self._device.type != "cuda":
+            return 0
+        room = self._spare_device_bytes()
+        for num_lodged in range(urgent_chunks(schedule), 0, -1):
+            if sum(self._device_state_bytes(schedule[:num_lodged], NUM_HELPING)) <= room:
+                return num_lodged + NUM_HELPING
+        return 0
+
+    def _device_state_bytes(self, lodged: Sequence[Scheduled], num_helping: int) -> tuple[int, int]:
+        """Return the bytes of each purpose of DEVICE_STATE."""
+        dtype = self._placement.wire_dtype
+        numel = max(chunk.numel for chunk in self.chunks)
+        each = visit_bytes(self.states[self.chunks[0].unit.index], numel, dtype)
+        return sum(lodger_bytes(c, s, dtype) for c, s in lodged), num_helping * each
 
     def _update_on_device(self, update: ChunkUpdate) -> None:
         """Run an update whose state is on the device, in the order of the compute stream."""

@@ -27,7 +27,7 @@ class HostUpdater:
 
     def _run(self) -> None:
         try:
-            while (update := self._queue.take(reserved=False, min_backlog=0)) is not None:
+            while (update := self._queue.take(min_backlog=0)) is not None:
                 try:
                     self._update(update)
                 except BaseException as error:

@@ -2,7 +2,7 @@
 
 A unit's trainable prefix is cut into chunks. Host cores and the visitor (see visitor.py) take
 chunks from one queue in the order in which the next forward needs them; AdamW is element-wise and
-has the same bits on both, so who takes which chunk never shows.
+has the same bits everywhere, so who takes which chunk never shows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from torch import Tensor
 
@@ -59,7 +58,7 @@ class ChunkUpdate:
     """One chunk's AdamW step: where its gradient is, what to wait for, and its done-marks.
 
     ``weight_ready`` is passed when the new weights are where the forward takes them from, ``done``
-    when all of the state is home.
+    when all of the state is where the next update finds it.
     """
 
     chunk: Chunk
@@ -133,13 +132,11 @@ def chunks_of(units: Sequence[Unit], max_numel: int) -> list[Chunk]:
 
 
 class UpdateQueue:
-    """Updates waiting for an updater. The visitor alone takes the chunks that it has reserved."""
+    """Updates waiting for an updater."""
 
     def __init__(self) -> None:
         self._waiting: list[ChunkUpdate] = []
-        self._reserved: set[tuple[int, int]] = set()
-        self._last_done: dict[tuple[int, int], Fence] = {}
-        self._last_weight: dict[tuple[int, int], Fence] = {}
+        self._last: dict[tuple[int, int], tuple[Fence, Fence]] = {}
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._closed = False
@@ -147,11 +144,9 @@ class UpdateQueue:
     def push(self, updates: Sequence[ChunkUpdate]) -> None:
         with self._changed:
             for update in updates:
-                key = update.chunk.key
-                if key in self._last_done:  # two updates of one chunk keep their order
-                    earlier = self._last_done[key], self._last_weight[key]
-                    update.after = [*update.after, *earlier]
-                self._last_done[key], self._last_weight[key] = update.done, update.weight_ready
+                # Two updates of one chunk keep their order.
+                update.after = [*update.after, *self._last.get(update.chunk.key, ())]
+                self._last[update.chunk.key] = update.done, update.weight_ready
             self._waiting += updates
             self._changed.notify_all()
         if self._error is not None:
@@ -165,48 +160,31 @@ class UpdateQueue:
         for update in left:
             update.fail(error)
 
-    def reserve(self, key: tuple[int, int]) -> list[Fence] | None:
-        """Keep a chunk's next update for the visitor.
-
-        Returns what to wait for before its state is read; None if the update is waiting already.
-        """
+    def last_update(self, chunk: Chunk) -> list[Fence]:
+        """Return what to wait for before anyone else takes the chunk's state."""
         with self._changed:
-            if any(update.chunk.key == key for update in self._waiting):
-                return None
-            self._reserved.add(key)
-            return [self._last_done[key]] if key in self._last_done else []
+            return list(self._last.get(chunk.key, ()))
 
-    def take(self, *, reserved: bool, min_backlog: int | None) -> ChunkUpdate | None:
+    def take(self, *, min_backlog: int) -> ChunkUpdate | None:
         """Return the next update, waiting for one; None when closed.
 
-        ``reserved`` admits reserved chunks, ahead of all others. The others are admitted while
-        the gradients of at least ``min_backlog`` of them have arrived (of two, for units that the
-        next forward begins with); with 0, always; with None, never.
+        One is admitted while the gradients of at least ``min_backlog`` of them have arrived (of
+        two, for units that the next forward begins with); with 0, always.
         """
         with self._changed:
             while not self._closed:
-                update = self._pop(reserved, min_backlog)
+                update = self._next(min_backlog)
                 if update is not None:
+                    self._waiting.remove(update)
+                    self._changed.notify_all()  # whoever waits for a backlog looks again
                     return update
-                self._changed.wait()
-            return None
-
-    def take_or_idle(self, *, min_backlog: int | None) -> ChunkUpdate | Literal["idle"] | None:
-        """Return as ``take`` does, reserved chunks too; but "idle" as soon as nothing waits."""
-        with self._changed:
-            while not self._closed:
-                update = self._pop(True, min_backlog)
-                if update is not None:
-                    return update
-                if not self._waiting:
-                    return "idle"
                 self._changed.wait()
             return None
 
     def synchronize(self) -> None:
         """Wait until every update that was pushed is done."""
         with self._changed:
-            fences = list(self._last_done.values())
+            fences = [done for done, _ in self._last.values()]
         for fence in fences:
             fence.block()
 
@@ -218,26 +196,13 @@ class UpdateQueue:
             self._changed.notify_all()
             return left
 
-    def _pop(self, reserved: bool, min_backlog: int | None) -> ChunkUpdate | None:
-        update = self._next(reserved, min_backlog)
-        if update is not None:
-            self._waiting.remove(update)
-            self._reserved.discard(update.chunk.key)
-            self._changed.notify_all()  # whoever waits for a backlog looks again
-        return update
-
-    def _next(self, reserved: bool, min_backlog: int | None) -> ChunkUpdate | None:
-        if reserved:
-            for update in self._waiting:
-                if update.chunk.key in self._reserved:
-                    return update
-        others = [u for u in self._waiting if u.chunk.key not in self._reserved]
-        if min_backlog is None or not others:
+    def _next(self, min_backlog: int) -> ChunkUpdate | None:
+        if not self._waiting:
             return None
         # What the next forward needs first goes first, if its gradient is there; during a backward
         # that leaves the last blocks, which came first, for the time of the next forward.
-        ready = [u for u in others if u.is_ready]
-        first = min(ready, key=lambda u: u.chunk.key, default=others[0])
+        ready = [update for update in self._waiting if update.is_ready]
+        first = min(ready, key=lambda u: u.chunk.key, default=self._waiting[0])
         if first.chunk.unit.index <= LAST_URGENT_UNIT:
             min_backlog = min(min_backlog, 2)
         return first if len(ready) >= min_backlog else None

@@ -1,23 +1,20 @@
 """The visitor: optimizer state that visits the device over the link, is updated there, goes home.
 
-While a step with clipping waits for its last gradient the link is idle: the visitor then already
-holds the state of the first chunks that the next forward needs, so that the forward starts at
-once. After them it shares the queue with the host's cores. The home of the state stays the host.
+It helps the host's cores, with which it shares the queue, when gradients pile up: the link is
+mostly idle then. The home of the state stays the host.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from outcore.optim.state import UnitState
-from outcore.optim.updates import Chunk, ChunkUpdate, UpdateQueue
+from outcore.optim.updates import ChunkUpdate, UpdateQueue
 from outcore.stream.lanes import Fence, Lane
 
 # Chunks that wait before the visitor helps the host with them: the host moves fewer bytes for the
@@ -31,9 +28,7 @@ class _Visit:
 
     buffers: list[Tensor]
     gradient: Tensor
-    free: Fence | None = None  # the last copy home out of these buffers
-    staged: Fence | None = None
-    generation: int = 0
+    free: Fence  # the last copy home out of these buffers
 
 
 def visit_bytes(state: UnitState, numel: int, gradient_dtype: torch.dtype) -> int:
@@ -47,33 +42,29 @@ class Visitor:
     def __init__(
         self,
         queue: UpdateQueue,
-        schedule: Sequence[tuple[Chunk, UnitState]],
         *,
         num_visits: int,
+        like: UnitState,
+        numel: int,
         device: torch.device,
         gradient_dtype: torch.dtype,
     ) -> None:
-        """``schedule``: every chunk in the order in which a forward needs it."""
+        """``like``: a state with the types of all; ``numel``: of the largest chunk."""
         self.num_updated = 0  # elements, since the start
-        self._queue = queue
-        self._schedule = schedule
-        numel = max(chunk.numel for chunk, _ in schedule)
-        dtypes = [t.dtype for t in schedule[0][1].tensors()]
-        self._idle = [
-            _Visit(
-                buffers=[torch.empty(numel, dtype=dtype, device=device) for dtype in dtypes],
-                gradient=torch.empty(numel, dtype=gradient_dtype, device=device),
-            )
+        buffers = [
+            [torch.empty(numel, dtype=t.dtype, device=device) for t in like.tensors()]
             for _ in range(num_visits)
+        ]
+        gradients = [
+            torch.empty(numel, dtype=gradient_dtype, device=device) for _ in range(num_visits)
         ]
         # Their memory may still be in use under its last owner, on the compute stream.
         allocated = Fence.after_compute(device)
-        for visit in self._idle:
-            visit.free = allocated
-        # Some stay free, to help the host with chunks that are not staged.
-        self._num_helping = min(2, num_visits // 2)
-        self._staged: dict[tuple[int, int], _Visit] = {}
-        self._generation = 0
+        self._visits = [
+            _Visit(buffers=b, gradient=g, free=allocated)
+            for b, g in zip(buffers, gradients, strict=True)
+        ]
+        self._turn = 0
         self._lane_in = Lane("visit-in", device)
         self._lane_out = Lane("visit-out", device)
         self._thread = threading.Thread(
@@ -90,19 +81,9 @@ class Visitor:
         self._lane_in.close()
         self._lane_out.close()
 
-    def forget_staged(self) -> None:
-        """Say that homes were written from outside; what is staged must be brought in again."""
-        self._generation += 1
-
-    def gradient_buffer(self, chunk: Chunk) -> tuple[Tensor, list[Fence]] | None:
-        """Return where a staged chunk's gradient may be put on the device, and after what.
-
-        The gradient then need not go to the host and back. None if the chunk is not staged.
-        """
-        visit = self._staged.get(chunk.key)
-        if visit is None:
-            return None
-        return visit.gradient[: chunk.numel], [visit.free] if visit.free is not None else []
+    def _wait_for_buffers(self) -> None:
+        """Wait here, not on the lane: that leaves the rest of the queue to the host."""
+        self._visits[self._turn].free.block()
 
     def _run_one(self, update: ChunkUpdate) -> None:
         try:
@@ -110,41 +91,21 @@ class Visitor:
         except BaseException as error:
             update.fail(error)
 
-    def _can_stage(self) -> bool:
-        return len(self._idle) > self._num_helping and len(self._staged) < len(self._schedule)
-
-    def _admitted_backlog(self) -> int | None:
-        """Return how many chunks must wait before one that is not staged may be taken.
-
-        Waiting for free buffers here, not on the lane, leaves the rest of the queue to the host.
-        """
-        if not self._idle:
-            return None
-        if self._idle[0].free is not None:
-            self._idle[0].free.block()
-        return _MIN_BACKLOG
-
     def _conduct(self, update: ChunkUpdate) -> None:
         chunk = update.chunk
         for fence in update.after:
             fence.block()
-        visit = self._staged.pop(chunk.key, None)
-        if visit is None:
-            visit = self._idle.pop(0)
-            self._stage(visit, update.home_tensors(), after=())
-        elif visit.generation != self._generation:
-            self._stage(visit, update.home_tensors(), after=())
-        self._idle.append(visit)
+        visit = self._visits[self._turn]
+        self._turn = (self._turn + 1) % len(self._visits)
         buffers = [buffer[: chunk.numel] for buffer in visit.buffers]
         gradient = visit.gradient[: chunk.numel]
-
         home = update.home_tensors()
         resident = chunk.unit.device_weight
 
-        def bring_gradient_and_update() -> None:
-            arrived = update.gradient()
-            if arrived.data_ptr() != gradient.data_ptr():
-                gradient.copy_(arrived, non_blocking=True)
+        def bring_and_update() -> None:
+            for buffer, source in zip(buffers, home, strict=True):
+                buffer.copy_(source, non_blocking=True)
+            gradient.copy_(update.gradient(), non_blocking=True)
             update.apply(buffers, gradient)
             if resident is not None:
                 resident[chunk.start : chunk.end].copy_(buffers[0])
@@ -156,68 +117,31 @@ class Visitor:
             for place, buffer in zip(home[1:], buffers[1:], strict=True):
                 place.copy_(buffer, non_blocking=True)
 
-        assert visit.staged is not None
         # The forward waits for resident weights, or for streamed ones to be home; never for the
         # moments, which are most of the bytes.
         in_place, at_home = (
             (update.weight_ready, None) if resident is not None else (None, update.weight_ready)
         )
-        updated = self._lane_in.submit(
-            bring_gradient_and_update, after=[visit.staged], fence=in_place
-        )
+        updated = self._lane_in.submit(bring_and_update, after=[visit.free], fence=in_place)
         update.gradient_read(updated)
         self._lane_out.submit(weight_home, after=[updated], fence=at_home)
         self._lane_out.submit(rest_home, after=[updated], fence=update.done)
         visit.free = update.done
         self.num_updated += chunk.numel
 
-    def _stage_ahead(self) -> None:
-        """Bring in the state of the first chunks of the schedule, as many as there are buffers."""
-        for chunk, state in self._schedule:
-            if len(self._idle) <= self._num_helping:
-                break
-            if chunk.key in self._staged:
-                continue
-            last_update = self._queue.reserve(chunk.key)
-            if last_update is None:
-                continue
-            visit = self._idle.pop(0)
-            home = [t[chunk.start : chunk.end] for t in state.tensors()]
-            self._stage(visit, home, after=last_update)
-            self._staged[chunk.key] = visit
-
-    def _stage(self, visit: _Visit, home: Sequence[Tensor], after: Sequence[Fence]) -> None:
-        def bring() -> None:
-            for buffer, source in zip(visit.buffers, home, strict=True):
-                buffer[: source.numel()].copy_(source, non_blocking=True)
-
-        visit.generation = self._generation
-        earlier = [visit.free] if visit.free is not None else []
-        visit.staged = self._lane_in.submit(bring, after=[*earlier, *after])
-
 
 def _conduct_visits(reference: weakref.ref[Visitor], queue: UpdateQueue) -> None:
     """The visitor's thread. It refers to the visitor, and so to all state, only while it works."""
     try:
-        visitor = reference()
-        if visitor is not None:
-            visitor._stage_ahead()
-        while visitor is not None:
-            min_backlog, can_stage = visitor._admitted_backlog(), visitor._can_stage()
+        while (visitor := reference()) is not None:
+            visitor._wait_for_buffers()
             del visitor
-            update: ChunkUpdate | Literal["idle"] | None
-            if can_stage:
-                update = queue.take_or_idle(min_backlog=min_backlog)
-            else:
-                update = queue.take(reserved=True, min_backlog=min_backlog)
+            update = queue.take(min_backlog=_MIN_BACKLOG)
             visitor = reference()
             if update is None:
                 return
-            if update == "idle":
-                if visitor is not None:
-                    visitor._stage_ahead()
-            elif visitor is not None:
+            if visitor is not None:
                 visitor._run_one(update)
-            del update
-    except BaseException as error:  # the reserved chunks are nobody else's
+            del visitor, update
+    except BaseException as error:
         queue.break_off(error)

@@ -98,29 +98,19 @@ def drain(queue: UpdateQueue, **admits: object) -> list[tuple[int, int]]:
 def test_updates_are_taken_in_order(chunks: list[Chunk]) -> None:
     queue = UpdateQueue()
     queue.push([an_update(c) for c in chunks])
-    assert drain(queue, reserved=False, min_backlog=1) == [c.key for c in chunks]
+    assert drain(queue, min_backlog=1) == [c.key for c in chunks]
 
 
-def test_reserved_chunks_are_for_the_visitor_alone(chunks: list[Chunk]) -> None:
-    kept = [chunks[2].key, chunks[5].key]
+def test_a_helper_takes_only_from_a_backlog(chunks: list[Chunk]) -> None:
     queue = UpdateQueue()
-    for key in kept:
-        assert queue.reserve(key) == []
-    queue.push([an_update(c) for c in chunks])
-    host = drain(queue, reserved=False, min_backlog=1)
-    assert host == [c.key for c in chunks if c.key not in kept]
+    late = [an_update(c) for c in chunks if c.unit.index > 1]
+    assert len(late) == 6
+    queue.push(late)
+    assert len(drain(queue, min_backlog=4)) == 3  # then fewer than four are left
     queue = UpdateQueue()
-    for key in kept:
-        queue.reserve(key)
-    queue.push([an_update(c) for c in chunks])
-    assert drain(queue, reserved=True, min_backlog=None) == kept
-
-
-def test_a_chunk_whose_update_waits_cannot_be_reserved(chunks: list[Chunk]) -> None:
-    queue = UpdateQueue()
-    queue.push([an_update(chunks[0])])
-    assert queue.reserve(chunks[0].key) is None
-    assert queue.reserve(chunks[1].key) == []
+    urgent = [an_update(c) for c in chunks if c.unit.index <= 1]
+    queue.push(urgent)
+    assert len(drain(queue, min_backlog=4)) == 5
 
 
 def test_two_updates_of_a_chunk_keep_their_order(chunks: list[Chunk]) -> None:
@@ -129,10 +119,11 @@ def test_two_updates_of_a_chunk_keep_their_order(chunks: list[Chunk]) -> None:
     queue.push([first])
     queue.push([second])
     assert first.done in second.after
-    taken = queue.take(reserved=False, min_backlog=1)
+    taken = queue.take(min_backlog=1)
     assert taken is first
-    queue.take(reserved=False, min_backlog=0)
-    assert queue.reserve(chunks[0].key) == [second.done]
+    queue.take(min_backlog=0)
+    assert queue.last_update(chunks[0]) == [second.done, second.weight_ready]
+    assert queue.last_update(chunks[1]) == []
     queue.close()
 
 
@@ -141,24 +132,22 @@ def test_what_nobody_took_is_returned_on_closing(chunks: list[Chunk]) -> None:
     updates = [an_update(c) for c in chunks]
     queue.push(updates)
     assert queue.close() == updates
-    assert queue.take(reserved=True, min_backlog=1) is None
+    assert queue.take(min_backlog=1) is None
 
 
 @settings(max_examples=10, deadline=None)
-@given(st.integers(1, 6), st.integers(0, 4))
-def test_each_update_is_taken_once(num_updaters: int, num_reserved: int) -> None:
+@given(st.integers(1, 6))
+def test_each_update_is_taken_once(num_updaters: int) -> None:
     chunks = chunks_of([make_unit(i, [(900, True)], True) for i in range(5)], 128)
     queue = UpdateQueue()
-    for chunk in chunks[:num_reserved]:
-        queue.reserve(chunk.key)
     taken: list[tuple[int, int]] = []
 
-    def run(reserved: bool) -> None:
-        while (update := queue.take(reserved=reserved, min_backlog=1)) is not None:
+    def run() -> None:
+        while (update := queue.take(min_backlog=1)) is not None:
             taken.append(update.chunk.key)
             update.done.mark_issued()
 
-    threads = [threading.Thread(target=run, args=(i == 0,)) for i in range(num_updaters)]
+    threads = [threading.Thread(target=run) for _ in range(num_updaters)]
     for thread in threads:
         thread.start()
     queue.push([an_update(c) for c in chunks])

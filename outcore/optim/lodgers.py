@@ -1,0 +1,157 @@
+"""Lodgers: chunks whose optimizer state stays on the device between steps.
+
+The forward begins with the embedding and the first block, whose gradients are the last of a
+backward: their updates cannot hide behind anything. Where the device budget has room, their state
+lodges on the device and is updated there at once, without the link or the host's cores. Its home
+stays the host: ``bring_home`` brings it up to date there before anyone reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outcore.optim.state import UnitState
+from outcore.optim.updates import LAST_URGENT_UNIT, Chunk, ChunkUpdate
+from outcore.stream.lanes import Fence, Lane
+
+Scheduled = tuple[Chunk, UnitState]
+
+
+@dataclass(kw_only=True, eq=False)
+class _Lodger:
+    """One chunk's state and gradient on the device, beside its home."""
+
+    chunk: Chunk
+    home: list[Tensor]
+    tensors: list[Tensor]  # weight first: the unit's own where that is resident
+    gradient: Tensor
+    generation: int = -1  # of the home that it was read from
+    is_ahead: bool = False  # of its home
+    last_update: Fence | None = None
+
+    @property
+    def is_resident(self) -> bool:
+        return self.chunk.unit.device_weight is not None
+
+
+def lodger_bytes(chunk: Chunk, state: UnitState, gradient_dtype: torch.dtype) -> int:
+    """Return the device bytes that the chunk's lodging takes."""
+    tensors = state.tensors() if chunk.unit.device_weight is None else state.tensors()[1:]
+    return chunk.numel * (sum(t.itemsize for t in tensors) + gradient_dtype.itemsize)
+
+
+def urgent_chunks(schedule: Sequence[Scheduled]) -> int:
+    """Return how many chunks of a schedule the forward waits for at its start."""
+    return sum(chunk.unit.index <= LAST_URGENT_UNIT for chunk, _ in schedule)
+
+
+class Lodgers:
+    """Updates lodged chunks on one lane, in the order of submission."""
+
+    def __init__(
+        self,
+        lodged: Sequence[Scheduled],
+        last_updates: Sequence[Sequence[Fence]],
+        *,
+        device: torch.device,
+        gradient_dtype: torch.dtype,
+    ) -> None:
+        """``last_updates``: what to wait for before each chunk's home is read."""
+        self.num_updated = 0  # elements, since the start
+        self._generation = 0
+        self._lodgers: dict[tuple[int, int], _Lodger] = {}
+        for chunk, state in lodged:
+            cut = slice(chunk.start, chunk.end)
+            home = [tensor[cut] for tensor in state.tensors()]
+            tensors = [torch.empty_like(tensor, device=device) for tensor in home[1:]]
+            resident = chunk.unit.device_weight
+            weight = torch.empty_like(home[0], device=device) if resident is None else resident[cut]
+            self._lodgers[chunk.key] = _Lodger(
+                chunk=chunk,
+                home=home,
+                tensors=[weight, *tensors],
+                gradient=torch.empty(chunk.numel, dtype=gradient_dtype, device=device),
+            )
+        # Their memory may still be in use under its last owner, on the compute stream.
+        allocated = Fence.after_compute(device)
+        self._lane = Lane("lodged-state", device)
+        for lodger, last_update in zip(self._lodgers.values(), last_updates, strict=True):
+            self._move_in(lodger, after=[allocated, *last_update])
+
+    def __contains__(self, chunk: Chunk) -> bool:
+        return chunk.key in self._lodgers
+
+    def gradient_buffer(self, chunk: Chunk) -> tuple[Tensor, list[Fence]] | None:
+        """Return where a lodged chunk's gradient may be put, and after what; None if not lodged.
+
+        The gradient then need not go to the host and back.
+        """
+        lodger = self._lodgers.get(chunk.key)
+        if lodger is None:
+            return None
+        return lodger.gradient, [] if lodger.last_update is None else [lodger.last_update]
+
+    def update(self, update: ChunkUpdate) -> None:
+        """Queue the update of a lodged chunk; it waits for its gradient on the device."""
+        lodger = self._lodgers[update.chunk.key]
+        update.done = update.weight_ready
+        lodger.last_update = update.weight_ready
+        if lodger.generation != self._generation:
+            self._move_in(lodger, after=())
+
+        def bring_gradient_and_update() -> None:
+            arrived = update.gradient()
+            if arrived.data_ptr() != lodger.gradient.data_ptr():
+                lodger.gradient.copy_(arrived, non_blocking=True)
+            update.apply(lodger.tensors, lodger.gradient)
+            if not lodger.is_resident:
+                lodger.home[0].copy_(lodger.tensors[0], non_blocking=True)
+
+        lodger.is_ahead = True
+        self._lane.submit(bring_gradient_and_update, after=update.after, fence=update.weight_ready)
+        update.gradient_read(update.weight_ready)
+        self.num_updated += lodger.chunk.numel
+
+    def bring_home(self) -> None:
+        """Wait for every update, and copy to the homes what is newer here."""
+        fences = []
+        for lodger in self._lodgers.values():
+            if lodger.last_update is not None:
+                fences.append(lodger.last_update)
+            if lodger.is_ahead:
+                fences.append(self._go_home(lodger))
+        for fence in fences:
+            fence.block()
+
+    def forget(self) -> None:
+        """Say that homes were written from outside; what lodges here must be read again."""
+        self._generation += 1
+        for lodger in self._lodgers.values():
+            lodger.is_ahead = False
+
+    def close(self) -> None:
+        self._lane.close()
+
+    def _move_in(self, lodger: _Lodger, after: Sequence[Fence]) -> None:
+        def copy() -> None:
+            # A resident weight is there already, and newer than its home.
+            first = 1 if lodger.is_resident else 0
+            for here, home in zip(lodger.tensors[first:], lodger.home[first:], strict=True):
+                here.copy_(home, non_blocking=True)
+
+        lodger.generation = self._generation
+        self._lane.submit(copy, after=after)
+
+    def _go_home(self, lodger: _Lodger) -> Fence:
+        def copy() -> None:
+            # A streamed weight went home with its update.
+            first = 0 if lodger.is_resident else 1
+            for here, home in zip(lodger.tensors[first:], lodger.home[first:], strict=True):
+                home.copy_(here, non_blocking=True)
+
+        lodger.is_ahead = False
+        return self._lane.submit(copy)
