@@ -127,13 +127,25 @@ def _make_edges_wait(model: nn.Module, engine: Engine) -> None:
             if id(p) in unit_of
         }
         if own:
-            waits = functools.partial(_wait_for, list(own.values()))
+            waits = functools.partial(_wait_for, engine.called_edges, list(own.values()))
             engine.undo_patches.append(module.register_forward_pre_hook(waits).remove)
 
 
-def _wait_for(units: Sequence[Unit], module: nn.Module, args: Any) -> None:
+def _wait_for(called: set[int], units: Sequence[Unit], module: nn.Module, args: Any) -> None:
     for unit in units:
+        called.add(unit.index)
         unit.before_compute()
+
+
+def _wait_for_uncalled(engine: Engine) -> None:
+    """Wait here for edges that no call of a module of theirs has announced in earlier forwards.
+
+    A parent reads such weights directly (DeBERTa's relative positions). The first forward, before
+    any update, has shown which they are.
+    """
+    for unit in engine.units:
+        if not unit.arrives_whole and unit.index not in engine.called_edges:
+            unit.before_compute()
 
 
 def _patch_methods(model: nn.Module, engine: Engine) -> None:
@@ -177,6 +189,7 @@ def _before_forward(
 ) -> None:
     engine.policy.plan()
     engine.notice_writes()
+    _wait_for_uncalled(engine)
     labels = kwargs.get("labels")
     engine.defers_logits = torch.is_grad_enabled() or labels is not None
     for value in (*args, *kwargs.values()):

@@ -52,6 +52,7 @@ class Engine:
         self.device_ledger = device_ledger
         self.slots = slots
         self._written: dict[int, int] = {}  # versions of the parameters, as last seen
+        self.called_edges: set[int] = set()  # units that a module's call has waited for
         self.defers_logits = False
         self.vocabulary: int | None = None  # of the head, where there is one
         self.undo_patches: list[Callable[[], None]] = []

@@ -256,6 +256,25 @@ FAMILIES = [
         ),
     ),
     Family(
+        name="deberta-v2",  # reads an embedding's weight without calling its module
+        auto=hf.AutoModelForMaskedLM,
+        generates=False,
+        config=lambda: hf.DebertaV2Config(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=64,
+            relative_attention=True,
+            position_buckets=8,
+            pos_att_type=["p2c", "c2p"],
+            hidden_dropout_prob=0,
+            attention_probs_dropout_prob=0,
+            pad_token_id=0,
+        ),
+    ),
+    Family(
         name="bert",
         auto=hf.AutoModelForMaskedLM,
         generates=False,

@@ -1,0 +1,37 @@
+"""Edges wait for their updates, whoever reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from families import BY_NAME
+from transformers import DebertaV2ForMaskedLM
+
+import outcore
+from outcore.stream.lanes import injected_delays
+
+
+def losses(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+    found = []
+    for step in range(5):
+        ids = torch.randint(1, 90, (4, 16), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def test_a_weight_that_a_parent_reads_directly_is_updated_before() -> None:
+    def run(max_delay_s: float) -> list[float]:
+        model = BY_NAME["deberta-v2"].make().train()
+        assert isinstance(model, DebertaV2ForMaskedLM)
+        model = outcore.offload(model, device="cpu")
+        with injected_delays(max_delay_s, seed=1):
+            found = losses(model, outcore.AdamW(model, lr=1e-2))
+        outcore.release(model)
+        return found
+
+    assert run(0.0) == run(0.02)
