@@ -20,11 +20,16 @@ Signature = tuple[Any, ...]
 class ActivationPolicy:
     """Decides per block; knows a batch by its signature (shapes and micro-batches)."""
 
-    def __init__(self, mode: str, *, num_blocks: int, spare_bytes: Callable[[], int]) -> None:
-        if mode not in ("auto", "keep", "recompute"):
-            raise ValueError(f'activations must be "auto", "keep" or "recompute", not {mode!r}')
-        self.mode = mode
-        self.num_kept = num_blocks if mode == "keep" else 0
+    def __init__(
+        self,
+        choices: Sequence[str] | None,
+        *,
+        num_blocks: int,
+        spare_bytes: Callable[[], int],
+    ) -> None:
+        """``choices``: "keep" or "recompute" for each block; None: as many as fit are kept."""
+        self._choices = choices
+        self.num_kept = 0 if choices is None else choices.count("keep")
         self._num_blocks = num_blocks
         self._spare_bytes = spare_bytes
         self._bytes_per_block: dict[Signature, int] = {}
@@ -32,7 +37,9 @@ class ActivationPolicy:
 
     def keeps(self, block: int, signature: Signature) -> bool:
         """Whether the ``block``-th block keeps its activations; the last ones do first."""
-        if self.mode == "auto" and signature != self._planned:
+        if self._choices is not None:
+            return self._choices[block] == "keep"
+        if signature != self._planned:
             return False
         return block >= self._num_blocks - self.num_kept
 
@@ -52,7 +59,7 @@ class ActivationPolicy:
 
     def plan(self) -> None:
         """Before a forward: choose how many blocks keep, for the batch last measured."""
-        if self.mode != "auto" or not self._bytes_per_block:
+        if self._choices is not None or not self._bytes_per_block:
             return
         signature, num_bytes = next(reversed(self._bytes_per_block.items()))
         if signature == self._planned or num_bytes == 0:

@@ -16,7 +16,7 @@ from torch import nn
 
 from outcore.engine.model_patches import patch_model, unpatch_model
 from outcore.engine.offloaded import Engine
-from outcore.engine.options import OffloadOptions, check_options
+from outcore.engine.options import Choice, OffloadOptions, check_options
 from outcore.engine.placement import (
     Source,
     build_units,
@@ -42,9 +42,9 @@ def offload(
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     micro_batch: int | None = None,
-    weights: str = "host",
-    state: str = "host",
-    activations: str = "auto",
+    weights: Choice = "host",
+    state: Choice = "host",
+    activations: Choice = "auto",
     dtype: torch.dtype | None = None,
     gradient_dtype: torch.dtype | None = None,
     num_slots: int = 3,
@@ -58,6 +58,7 @@ def offload(
     micro_batch: sequences that a block works on at a time; None picks a size.
     weights, state: "host" or "device", the home of block weights and of optimizer state.
     activations: "keep", "recompute", or "auto": keep as many blocks as the device budget allows.
+        Each of these three also takes a list with one entry for each block.
     dtype: bfloat16 computes in bf16 with an fp32 master; float32 is fp32 throughout. None:
         bfloat16 on a GPU, float32 on the CPU.
     gradient_dtype: the type in which gradients leave the device; None: the same as dtype.
@@ -105,7 +106,7 @@ def offload_from(model: Model, options: OffloadOptions, *, source: Source | None
     host_ledger, device_ledger = _open_books(options)
     copy_in = Lane("copy-in", options.device)
     try:
-        streamed = [u for u in units if u.part.is_block and options.weights == "host"]
+        streamed = [u for u in units if u.weights_home == "host"]
         slots = Slots(
             streamed,
             num_slots=options.num_slots,

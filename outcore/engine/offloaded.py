@@ -56,15 +56,17 @@ class Engine:
         self.defers_logits = False
         self.vocabulary: int | None = None  # of the head, where there is one
         self.undo_patches: list[Callable[[], None]] = []
+        num_blocks = sum(unit.part.is_block for unit in units)
         self.policy = ActivationPolicy(
-            options.activations,
-            num_blocks=sum(unit.part.is_block for unit in units),
+            None
+            if options.activations == "auto"
+            else options.for_blocks("activations", num_blocks),
+            num_blocks=num_blocks,
             spare_bytes=self.spare_device_bytes,
         )
         self.backend = OptimizerBackend(
             units,
             OptimizerPlacement(
-                state_home=options.state,
                 wire_dtype=options.gradient_dtype,
                 num_visits=options.num_visits,
             ),

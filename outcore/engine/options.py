@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,10 @@ import torch
 from outcore.units import parse_bytes
 
 _HOMES = ("device", "host")
+_ACTIVATIONS = ("keep", "recompute")
+
+Choice = str | Sequence[str]
+"""One for all blocks, or one for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,14 +24,27 @@ class OffloadOptions:
     device_memory_bytes: int | None
     host_memory_bytes: int | None
     micro_batch: int | None
-    weights: str
-    state: str
-    activations: str
+    weights: str | tuple[str, ...]
+    state: str | tuple[str, ...]
+    edge_state: str
+    activations: str | tuple[str, ...]
     dtype: torch.dtype
     gradient_dtype: torch.dtype
     num_slots: int
     num_visits: int | None
     is_compiled: bool
+
+    def for_blocks(self, name: str, num_blocks: int) -> tuple[str, ...]:
+        """Return the option ``name`` for each block."""
+        choice = getattr(self, name)
+        if isinstance(choice, str):
+            return (choice,) * num_blocks
+        if len(choice) != num_blocks:
+            raise ValueError(
+                f"{name} has {len(choice)} entries, but the model has {num_blocks} blocks: give "
+                "one for each, or one for all"
+            )
+        return tuple(choice)
 
 
 def check_options(
@@ -35,9 +53,9 @@ def check_options(
     device_memory: int | str | None,
     host_memory: int | str | None,
     micro_batch: int | None,
-    weights: str,
-    state: str,
-    activations: str,
+    weights: Choice,
+    state: Choice,
+    activations: Choice,
     dtype: torch.dtype | None,
     gradient_dtype: torch.dtype | None,
     num_slots: int,
@@ -45,11 +63,10 @@ def check_options(
     compile: bool | None,
 ) -> OffloadOptions:
     chosen = _device(device)
-    for name, home in (("weights", weights), ("state", state)):
-        if home not in _HOMES:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, _HOMES))}, not {home!r}")
-    if activations not in ("auto", "keep", "recompute"):
-        raise ValueError(f'activations must be "auto", "keep" or "recompute", not {activations!r}')
+    weights = _choice("weights", weights, _HOMES)
+    state = _choice("state", state, _HOMES)
+    if activations != "auto":
+        activations = _choice("activations", activations, _ACTIVATIONS, also=("auto",))
     if dtype is None:
         dtype = torch.bfloat16 if chosen.type == "cuda" else torch.float32
     if dtype not in (torch.bfloat16, torch.float32):
@@ -75,6 +92,7 @@ def check_options(
         micro_batch=micro_batch,
         weights=weights,
         state=state,
+        edge_state=state if isinstance(state, str) else "host",
         activations=activations,
         dtype=dtype,
         gradient_dtype=gradient_dtype,
@@ -82,6 +100,17 @@ def check_options(
         num_visits=num_visits,
         is_compiled=chosen.type == "cuda" if compile is None else compile,
     )
+
+
+def _choice(
+    name: str, choice: Choice, allowed: tuple[str, ...], also: tuple[str, ...] = ()
+) -> str | tuple[str, ...]:
+    """Check one choice, or one for each block; ``also`` is allowed for all blocks only."""
+    for value in (choice,) if isinstance(choice, str) or choice is None else tuple(choice):
+        if value not in allowed:
+            names = ", ".join(map(repr, (*allowed, *also)))
+            raise ValueError(f"{name} must be one of {names}, not {value!r}")
+    return choice if isinstance(choice, str) else tuple(choice)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -50,8 +50,14 @@ def build_units(model: nn.Module, options: OffloadOptions) -> list[Unit]:
                 arrives_whole=part.is_block or runs_as_block(part, heads),
                 layout=SpanLayout.of(part.parameters),
                 dtype=options.dtype,
+                weights_home="device",
+                state_home=options.edge_state,
             )
         )
+    blocks = [unit for unit in units if unit.part.is_block]
+    homes = (options.for_blocks(name, len(blocks)) for name in ("weights", "state"))
+    for unit, weights, state in zip(blocks, *homes, strict=True):
+        unit.weights_home, unit.state_home = weights, state
     return units
 
 
@@ -80,7 +86,7 @@ def place_units(
     ``source`` gives the tensors of a part whose parameters are on the meta device; such parameters
     are replaced, and returned beside what replaced them.
     """
-    streamed = [u for u in units if u.part.is_block and options.weights == "host"]
+    streamed = [u for u in units if u.weights_home == "host"]
     with_remainder = [u for u in units if _needs_remainder(u, source)]
     pin = options.device.type == "cuda"
     resident = [u for u in units if u not in streamed]

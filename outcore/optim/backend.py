@@ -31,9 +31,8 @@ DEVICE_STATE = ("lodged state", "state visits")  # purposes in the device's book
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerPlacement:
-    """Where optimizer state lives and in which type gradients travel."""
+    """In which type gradients travel, and how much state may be updated on the device."""
 
-    state_home: str
     wire_dtype: torch.dtype
     num_visits: int | None  # chunks with buffers on the device; None: as many as help and fit
 
@@ -90,12 +89,9 @@ class OptimizerBackend:
                 "this model already has an outcore.AdamW; its state would be built a second time. "
                 "Use the first one, or offload the model anew."
             )
-        on_host = self._placement.state_home == "host"
-        if passing is not None and not on_host:
-            raise ValueError('update_during_backward needs state="host"')
         remainders = [unit.remainder for unit in self.units]
         try:
-            self._build(on_host, passing, check)
+            self._build(passing, check)
         except BaseException:
             for lane in self._lanes:
                 lane.close()
@@ -106,20 +102,21 @@ class OptimizerBackend:
 
     def _build(
         self,
-        on_host: bool,
         passing: Callable[..., None] | None,
         check: Callable[[Chunk], None],
     ) -> None:
-        if on_host:
-            built = build_on_host(self.units, ledger=self._host_ledger, pin=self._pin)
-        else:
-            built = build_on_device(self.units, device=self._device, ledger=self._device_ledger)
-        self.states = {unit.index: state for unit, state in zip(self.units, built, strict=True)}
+        on_device = [unit for unit in self.units if unit.state_home == "device"]
+        on_host = [unit for unit in self.units if unit.state_home == "host"]
+        built = {
+            **build_on_device(on_device, device=self._device, ledger=self._device_ledger),
+            **build_on_host(on_host, ledger=self._host_ledger, pin=self._pin),
+        }
+        self.states = {unit.index: built[unit.index] for unit in self.units}
         copy_out, copy_back = Lane("copy-out", self._device), Lane("copy-back", self._device)
         refresh = Lane("refresh", self._device)
         self._lanes = [copy_out, copy_back, refresh]
         wire_dtype = self._placement.wire_dtype
-        if passing is not None and on_host:
+        if passing is not None:
             sink: WaitingSink | PassingSink = PassingSink(
                 self.chunks,
                 wire_dtype=wire_dtype,
@@ -136,7 +133,6 @@ class OptimizerBackend:
                 self.units,
                 self.chunks,
                 direct=self._direct_gradient,
-                home=self._placement.state_home,
                 device=self._device,
                 wire_dtype=wire_dtype,
                 copy_out=copy_out,
@@ -182,16 +178,17 @@ class OptimizerBackend:
         for update in updates:
             unit = update.chunk.unit
             unit.update_queued([*(f for f in unit.pending if not f.is_done), update.weight_ready])
-        if self._queue is None:
-            for update in updates:
+        on_host = []
+        for update in updates:
+            if update.chunk.unit.state_home == "device":
                 self._update_on_device(update)
-        elif self._lodgers is None:
-            self._queue.push(updates)
-        else:
-            self._queue.push([u for u in updates if u.chunk not in self._lodgers])
-            for update in updates:
-                if update.chunk in self._lodgers:
-                    self._lodgers.update(update)
+            elif self._lodgers is not None and update.chunk in self._lodgers:
+                self._lodgers.update(update)
+            else:
+                on_host.append(update)
+        if on_host:
+            assert self._queue is not None
+            self._queue.push(on_host)
         if self._waiting is not None:
             self._prefetch()
 
@@ -261,7 +258,11 @@ class OptimizerBackend:
         if self._has_settled or self._queue is None:
             return
         self._has_settled = True
-        schedule = [(chunk, self.states[chunk.unit.index]) for chunk in self.chunks]
+        schedule = [
+            (chunk, self.states[chunk.unit.index])
+            for chunk in self.chunks
+            if chunk.unit.state_home == "host"
+        ]
         num_visits = self._placement.num_visits
         if num_visits is None:
             num_visits = self._fitting_visits(schedule)
@@ -270,13 +271,14 @@ class OptimizerBackend:
         # An explicit number may ask for more than the schedule has; the rest would stay empty.
         num_helping = min(NUM_HELPING, num_visits - 1)
         lodged = schedule[: num_visits - num_helping]
-        sizes = self._device_state_bytes(lodged, num_helping)
+        largest = max(schedule, key=lambda scheduled: scheduled[0].numel)
+        sizes = self._device_state_bytes(lodged, largest, num_helping)
         for purpose, num_bytes in zip(DEVICE_STATE, sizes, strict=True):
             self._device_ledger.take(
                 purpose, num_bytes, remedy="Use a larger device_memory or fewer visits."
             )
         try:
-            self._settle(lodged, num_helping)
+            self._settle(lodged, largest, num_helping)
         except torch.OutOfMemoryError:  # fragments: they save time, and nothing needs them
             self._lodgers = None
             for purpose, num_bytes in zip(DEVICE_STATE, sizes, strict=True):
@@ -284,7 +286,7 @@ class OptimizerBackend:
             return
         self.num_visits = len(lodged) + num_helping
 
-    def _settle(self, lodged: Sequence[Scheduled], num_helping: int) -> None:
+    def _settle(self, lodged: Sequence[Scheduled], largest: Scheduled, num_helping: int) -> None:
         assert self._queue is not None
         wire_dtype = self._placement.wire_dtype
         last_updates = [self._queue.last_update(chunk) for chunk, _ in lodged]
@@ -294,8 +296,8 @@ class OptimizerBackend:
             self._visitor = Visitor(
                 self._queue,
                 num_visits=num_helping,
-                like=self.states[self.chunks[0].unit.index],
-                numel=max(chunk.numel for chunk in self.chunks),
+                like=largest[1],
+                numel=largest[0].numel,
                 device=self._device,
                 gradient_dtype=wire_dtype,
             )
@@ -305,16 +307,18 @@ class OptimizerBackend:
         if self._device.type != "cuda":
             return 0
         room = self._spare_device_bytes()
-        for num_lodged in range(urgent_chunks(schedule), 0, -1):
-            if sum(self._device_state_bytes(schedule[:num_lodged], NUM_HELPING)) <= room:
+        largest = max(schedule, key=lambda scheduled: scheduled[0].numel)
+        for num_lodged in range(max(1, urgent_chunks(schedule)), 0, -1):
+            if sum(self._device_state_bytes(schedule[:num_lodged], largest, NUM_HELPING)) <= room:
                 return num_lodged + NUM_HELPING
         return 0
 
-    def _device_state_bytes(self, lodged: Sequence[Scheduled], num_helping: int) -> tuple[int, int]:
+    def _device_state_bytes(
+        self, lodged: Sequence[Scheduled], largest: Scheduled, num_helping: int
+    ) -> tuple[int, int]:
         """Return the bytes of each purpose of DEVICE_STATE."""
         dtype = self._placement.wire_dtype
-        numel = max(chunk.numel for chunk in self.chunks)
-        each = visit_bytes(self.states[self.chunks[0].unit.index], numel, dtype)
+        each = visit_bytes(largest[1], largest[0].numel, dtype)
         return sum(lodger_bytes(c, s, dtype) for c, s in lodged), num_helping * each
 
     def _update_on_device(self, update: ChunkUpdate) -> None:

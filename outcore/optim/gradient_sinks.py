@@ -45,7 +45,6 @@ class WaitingSink:
         units: Sequence[Unit],
         chunks: Sequence[Chunk],
         *,
-        home: str,
         direct: DirectPlace,
         device: torch.device,
         wire_dtype: torch.dtype,
@@ -61,17 +60,19 @@ class WaitingSink:
         self._direct = direct
         self._chunks = _by_unit(chunks)
         self._visiting: dict[tuple[int, int], tuple[Tensor, Fence]] = {}
-        total = sum(aligned_bytes(u.layout.trainable_numel, wire_dtype) for u in units)
         self._homes: dict[int, Tensor] = {}
-        if home == "host":
+        on_host = [unit for unit in units if unit.state_home == "host"]
+        if on_host:
+            total = sum(aligned_bytes(u.layout.trainable_numel, wire_dtype) for u in on_host)
             arena = HostArena(total, purpose="gradients", ledger=host_ledger, pin=pin)
-            for unit in units:
+            for unit in on_host:
                 self._homes[unit.index] = arena.span(unit.layout.trainable_numel, wire_dtype)
-        else:
-            device_ledger.take("gradients", total, remedy='Use state="host".')
-            for unit in units:
-                numel = unit.layout.trainable_numel
-                self._homes[unit.index] = torch.zeros(numel, dtype=wire_dtype, device=device)
+        on_device = [unit for unit in units if unit.state_home == "device"]
+        total = sum(u.layout.trainable_numel * wire_dtype.itemsize for u in on_device)
+        device_ledger.take("gradients", total, remedy='Use state="host".')
+        for unit in on_device:
+            numel = unit.layout.trainable_numel
+            self._homes[unit.index] = torch.zeros(numel, dtype=wire_dtype, device=device)
         self._fences: dict[int, dict[int, Fence]] = {}
 
     def deliver(self, unit: Unit, start: int, wire: Tensor, ready: Fence) -> Fence:
@@ -145,14 +146,16 @@ class PassingSink:
         self._check = check
         self._direct = direct
         self._chunks = _by_unit(chunks)
-        numel = max(chunk.numel for chunk in chunks)
+        self._ring: queue.SimpleQueue[tuple[Tensor, Fence | None]] = queue.SimpleQueue()
+        numel = max((c.numel for c in chunks if c.unit.state_home == "host"), default=0)
+        if numel == 0:
+            return
         arena = HostArena(
             RING_BUFFERS * aligned_bytes(numel, wire_dtype),
             purpose="gradients",
             ledger=host_ledger,
             pin=pin,
         )
-        self._ring: queue.SimpleQueue[tuple[Tensor, Fence | None]] = queue.SimpleQueue()
         for _ in range(RING_BUFFERS):
             self._ring.put((arena.span(numel, wire_dtype), None))
 
@@ -164,12 +167,14 @@ class PassingSink:
         for chunk in self._chunks[unit.index]:
             if chunk.delivery != start:
                 continue
+            part = wire[chunk.start - start : chunk.end - start]
             place = self._direct(chunk)
             if place is not None:
                 buffer, there = _put(chunk, place, wire, start, self._device)
                 self._submit(chunk, partial(_identity, buffer), [there], None)
+            elif unit.state_home == "device":  # updated at once, in the order of the compute stream
+                self._submit(chunk, partial(_identity, part), [ready], None)
             else:
-                part = wire[chunk.start - start : chunk.end - start]
                 fence = self._through_ring(chunk, part, ready)
         return fence
 

@@ -39,17 +39,16 @@ class UnitState:
         return (self.weight, *((self.remainder,) if self.remainder is not None else ()), *others)
 
 
-def build_on_host(units: Sequence[Unit], *, ledger: Ledger, pin: bool) -> list[UnitState]:
-    """Allocate the state of ``units`` in host memory, an arena for each.
+def build_on_host(units: Sequence[Unit], *, ledger: Ledger, pin: bool) -> dict[int, UnitState]:
+    """Allocate the state of ``units`` in host memory, an arena for each; by unit.
 
     Touching one arena's pages runs beside pinning another's.
     """
     sizes = [_host_bytes(unit) for unit in units]
     ledger.check("optimizer state", sum(sizes), remedy=OUT_OF_HOST)  # before any is allocated
     with ThreadPoolExecutor(max_workers=_BUILDERS) as builders:
-        return list(
-            builders.map(lambda unit, size: _on_host(unit, size, ledger, pin), units, sizes)
-        )
+        built = builders.map(lambda unit, size: _on_host(unit, size, ledger, pin), units, sizes)
+        return {unit.index: state for unit, state in zip(units, built, strict=True)}
 
 
 def _host_bytes(unit: Unit) -> int:
@@ -85,15 +84,15 @@ def _on_host(unit: Unit, num_bytes: int, ledger: Ledger, pin: bool) -> UnitState
 
 def build_on_device(
     units: Sequence[Unit], *, device: torch.device, ledger: Ledger
-) -> list[UnitState]:
-    """Allocate the state of ``units`` in device memory."""
+) -> dict[int, UnitState]:
+    """Allocate the state of ``units`` in device memory; by unit."""
     bytes_each = 8 + (2 if any(unit.dtype == torch.bfloat16 for unit in units) else 0)
     ledger.take(
         "optimizer state",
         bytes_each * sum(unit.layout.trainable_numel for unit in units),
         remedy='Use state="host", or a larger device_memory.',
     )
-    states = []
+    states = {}
     for unit in units:
         numel = unit.layout.trainable_numel
         remainder = unit.remainder
@@ -105,12 +104,10 @@ def build_on_device(
         unit.remainder = remainder
         home = unit.device_weight if unit.device_weight is not None else unit.host_weight
         assert home is not None
-        states.append(
-            UnitState(
-                weight=home[:numel],
-                remainder=remainder,
-                exp_avg=torch.zeros(numel, dtype=torch.float32, device=device),
-                exp_avg_sq=torch.zeros(numel, dtype=torch.float32, device=device),
-            )
+        states[unit.index] = UnitState(
+            weight=home[:numel],
+            remainder=remainder,
+            exp_avg=torch.zeros(numel, dtype=torch.float32, device=device),
+            exp_avg_sq=torch.zeros(numel, dtype=torch.float32, device=device),
         )
     return states

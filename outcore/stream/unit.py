@@ -1,8 +1,9 @@
 """A unit: the parameters of one block or edge, moving as one flat span.
 
-Its weights have a home on the host or on the device. A host optimizer keeps the master weights on
-the host; a unit whose weights also live on the device then has both, and the update refreshes the
-device's. ``pending`` are the updates in flight: nothing may read the weights before them.
+Its weights and its optimizer state each have a home, on the host or on the device. State on the
+host keeps the master weights there; a unit whose weights live on the device then has both, and the
+update refreshes the device's. ``pending`` are the updates in flight: nothing may read the weights
+before them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class Unit:
     arrives_whole: bool  # its gradient comes in one piece, not parameter by parameter
     layout: SpanLayout
     dtype: torch.dtype
+    weights_home: str = "host"
+    state_home: str = "host"
     host_weight: Tensor | None = None  # flat, the whole span
     device_weight: Tensor | None = None  # flat, the whole span
     remainder: Tensor | None = None  # flat int16, the trainable prefix; what bf16 rounded away

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import outcore
+from outcore.blocks import find_parts
 from outcore.stream.lanes import injected_delays
 
 ModelFactory = Callable[[], nn.Module]
@@ -42,10 +43,14 @@ class VerifyJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A named choice of homes, with random delays of up to ``max_delay_s`` if asked for."""
+    """A named choice of homes, with random delays of up to ``max_delay_s`` if asked for.
+
+    ``cycles`` are options that go round over the blocks: one entry for each block in turn.
+    """
 
     name: str
     options: dict[str, Any]
+    cycles: dict[str, tuple[str, ...]] = field(default_factory=dict)
     max_delay_s: float = 0.0
 
 
@@ -96,6 +101,15 @@ def placements(max_delay_s: float = 0.05) -> list[Placement]:
         ),
         Placement(name="both, state visiting", options={**both, **recompute, "num_visits": 2}),
         Placement(
+            name="homes mixed over blocks",
+            options={"num_visits": 2},
+            cycles={
+                "weights": ("host", "device"),
+                "state": ("device", "host", "host"),
+                "activations": ("recompute", "keep", "keep", "recompute"),
+            },
+        ),
+        Placement(
             name="both, random delays",
             options={**both, "activations": "keep", "num_visits": 2, "num_slots": 2},
             max_delay_s=max_delay_s,
@@ -138,7 +152,10 @@ def train(make_model: ModelFactory, placement: Placement, job: VerifyJob) -> Tra
     start = time.perf_counter()
     torch.manual_seed(job.seed)
     model = make_model().train()
+    num_blocks = sum(part.is_block for part in find_parts(model))
     options = {**job.options, **placement.options}
+    for name, cycle in placement.cycles.items():
+        options[name] = [cycle[i % len(cycle)] for i in range(num_blocks)]
     model = outcore.offload(
         model, device=job.device, dtype=job.dtype, micro_batch=job.micro_batch, **options
     )

@@ -289,6 +289,9 @@ def test_no_repeated_blocks(kind: str) -> None:
         ({"num_slots": 0}, "num_slots must be 1 or more"),
         ({"num_slots": "3"}, "num_slots"),
         ({"num_slots": None}, "num_slots"),
+        ({"weights": ["host", "tape", "host"]}, "weights must be one of .*not 'tape'"),
+        ({"state": ["host", "host"]}, "state has 2 entries, but the model has 3 blocks"),
+        ({"activations": ["keep", "auto", "keep"]}, "activations must be one of .*not 'auto'"),
         ({"num_visits": -1}, "num_visits must be 0 or more"),
     ],
 )

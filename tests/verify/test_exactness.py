@@ -150,13 +150,20 @@ def test_bf16_storage(name: str) -> None:
         {**BOTH, "num_slots": 2},
         {**BOTH, "num_slots": 1, "num_visits": 2},
         {"weights": "device", "state": "host", "num_visits": 1},
+        "mixed",
     ],
-    ids=["streamed", "visits", "resident"],
+    ids=["streamed", "visits", "resident", "mixed"],
 )
 @pytest.mark.parametrize("max_delay_s", [0.0, 0.002])
 def test_updates_during_the_backward(
-    name: str, options: dict[str, Any], max_delay_s: float
+    name: str, options: dict[str, Any] | str, max_delay_s: float
 ) -> None:
+    if isinstance(options, str):
+        num_blocks = MODELS[name]().config.num_hidden_layers
+        options = {
+            "weights": [("host", "device")[i % 2] for i in range(num_blocks)],
+            "state": [("device", "device", "host")[i % 3] for i in range(num_blocks)],
+        }
     job = VerifyJob(steps=6, max_grad_norm=None)
     reference = train(MODELS[name], RESIDENT, job)
     losses, weights = _train_passing(MODELS[name], job, options, max_delay_s)
