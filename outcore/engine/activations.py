@@ -27,7 +27,7 @@ class ActivationPolicy:
         num_blocks: int,
         spare_bytes: Callable[[], int],
     ) -> None:
-        """``choices``: "keep" or "recompute" for each block; None: as many as fit are kept."""
+        """``choices``: "keep", "recompute" or "offload" for each block; None: keep what fits."""
         self._choices = choices
         self.num_kept = 0 if choices is None else choices.count("keep")
         self._num_blocks = num_blocks
@@ -42,6 +42,10 @@ class ActivationPolicy:
         if signature != self._planned:
             return False
         return block >= self._num_blocks - self.num_kept
+
+    def offloads(self, block: int) -> bool:
+        """Whether the ``block``-th block's input waits for the backward on the host."""
+        return self._choices is not None and self._choices[block] == "offload"
 
     def is_measured(self, signature: Signature) -> bool:
         return signature in self._bytes_per_block

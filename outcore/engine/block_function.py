@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from outcore.engine import recorded_outputs
 from outcore.engine.micro_batch import MicroBatches
 from outcore.engine.random_state import AutocastState, RandomState, preserved
+from outcore.engine.saved_inputs import SavedInputs
 from outcore.engine.streamed_block import StreamedBlock
 from outcore.optim.gradients import Accumulator
 
@@ -100,7 +101,8 @@ class BlockFunction(torch.autograd.Function):
         ctx.kept = [] if keep else None
         ctx.held = block.hold_bytes(tensors, call.batches, keep=keep)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors)
+        ctx.inputs = SavedInputs(block.host_inputs(keep=keep), tensors)
+        ctx.save_for_backward(*ctx.inputs.on_device(tensors))
         collector = _OutputCollector(call)
         with block.weights("forward") as weights:
             for bounds in call.batches.bounds:
@@ -114,6 +116,7 @@ class BlockFunction(torch.autograd.Function):
                     ctx.kept.append((inputs, outputs, weights))
                 del inputs, outputs
             else:
+                ctx.inputs.leave(tensors)
                 results = collector.results()
                 ctx.mark_non_differentiable(*(t for t in results if not t.is_floating_point()))
                 return results
@@ -127,7 +130,7 @@ class BlockFunction(torch.autograd.Function):
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: BlockCall = ctx.call
         block = call.block
-        tensors = ctx.saved_tensors
+        tensors = ctx.inputs.all(ctx.saved_tensors)
         kept, ctx.kept = ctx.kept, None  # a second backward through a kept graph recomputes
         grads = _InputGrads(call, tensors)
         # torch.autograd.grad for other inputs runs this node, but wants no gradient of weights.

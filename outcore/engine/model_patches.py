@@ -33,6 +33,7 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
         slots=engine.slots,
         backend=engine.backend,
         policy=engine.policy,
+        host_inputs=engine.host_inputs,
         device_ledger=engine.device_ledger,
         micro_batch=engine.options.micro_batch,
         is_compiled=engine.options.is_compiled,
@@ -188,6 +189,7 @@ def _before_forward(
     engine: Engine, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     engine.policy.plan()
+    engine.host_inputs.forget()
     engine.notice_writes()
     _wait_for_uncalled(engine)
     labels = kwargs.get("labels")

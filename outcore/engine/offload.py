@@ -57,7 +57,8 @@ def offload(
     device_memory, host_memory: budgets such as "24GiB"; what exceeds them is refused.
     micro_batch: sequences that a block works on at a time; None picks a size.
     weights, state: "host" or "device", the home of block weights and of optimizer state.
-    activations: "keep", "recompute", or "auto": keep as many blocks as the device budget allows.
+    activations: "keep", "recompute", "offload" (recompute, and the block's input waits on the
+        host), or "auto": keep as many blocks as the device budget allows.
         Each of these three also takes a list with one entry for each block.
     dtype: bfloat16 computes in bf16 with an fp32 master; float32 is fp32 throughout. None:
         bfloat16 on a GPU, float32 on the CPU.

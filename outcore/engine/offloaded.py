@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from outcore.engine.activations import ActivationPolicy
+from outcore.engine.host_inputs import HostInputs
 from outcore.engine.options import OffloadOptions
 from outcore.optim.backend import DEVICE_STATE, OptimizerBackend, OptimizerPlacement
 from outcore.store.ledger import Ledger
@@ -63,6 +64,9 @@ class Engine:
             else options.for_blocks("activations", num_blocks),
             num_blocks=num_blocks,
             spare_bytes=self.spare_device_bytes,
+        )
+        self.host_inputs = HostInputs(
+            device=options.device, ledger=host_ledger, pin=options.device.type == "cuda"
         )
         self.backend = OptimizerBackend(
             units,
@@ -163,6 +167,7 @@ class Engine:
             return
         self._is_closed = True
         self.backend.close()
+        self.host_inputs.close()
         self._copy_in.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:

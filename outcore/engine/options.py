@@ -10,7 +10,7 @@ import torch
 from outcore.units import parse_bytes
 
 _HOMES = ("device", "host")
-_ACTIVATIONS = ("keep", "recompute")
+_ACTIVATIONS = ("keep", "recompute", "offload")
 
 Choice = str | Sequence[str]
 """One for all blocks, or one for each."""

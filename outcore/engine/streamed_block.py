@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from outcore.engine import activations
 from outcore.engine.activations import ActivationPolicy, SavedBytes
 from outcore.engine.block_body import BlockBody, compiled_body, run_body
+from outcore.engine.host_inputs import HostInputs
 from outcore.engine.micro_batch import MicroBatches
 from outcore.errors import OutcoreError
 from outcore.optim.backend import OptimizerBackend
@@ -30,6 +31,7 @@ class BlockServices:
     slots: Slots
     backend: OptimizerBackend
     policy: ActivationPolicy
+    host_inputs: HostInputs
     device_ledger: Ledger
     micro_batch: int | None
     is_compiled: bool
@@ -87,9 +89,17 @@ class StreamedBlock:
             return False
         return self._services.policy.keeps(self._position, _signature(tensors, batches))
 
+    def host_inputs(self, *, keep: bool) -> HostInputs | None:
+        """Return where the block's input waits for the backward; None if on the device."""
+        if keep or self._position is None or not self._services.policy.offloads(self._position):
+            return None
+        return self._services.host_inputs
+
     def hold_bytes(self, tensors: Sequence[Tensor], batches: MicroBatches, *, keep: bool) -> Hold:
         """Enter the call's inputs, and activations if kept, in the device's books."""
         purpose, num_bytes = "block inputs", _input_bytes(tensors, batches)
+        if self.host_inputs(keep=keep) is not None:
+            num_bytes = 0
         if keep:
             purpose = "kept activations"
             num_bytes += self._services.policy.bytes_of(_signature(tensors, batches))

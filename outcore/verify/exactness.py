@@ -95,6 +95,7 @@ def placements(max_delay_s: float = 0.05) -> list[Placement]:
         ),
         Placement(name="both, recomputed", options={**both, **recompute}),
         Placement(name="both, kept", options={**both, "activations": "keep"}),
+        Placement(name="both, inputs on host", options={**both, "activations": "offload"}),
         *(
             Placement(name=f"both, {n} slot{'s' * (n > 1)}", options={**both, "num_slots": n})
             for n in (1, 2, 4)
@@ -106,12 +107,13 @@ def placements(max_delay_s: float = 0.05) -> list[Placement]:
             cycles={
                 "weights": ("host", "device"),
                 "state": ("device", "host", "host"),
-                "activations": ("recompute", "keep", "keep", "recompute"),
+                "activations": ("offload", "keep", "keep", "recompute"),
             },
         ),
         Placement(
             name="both, random delays",
-            options={**both, "activations": "keep", "num_visits": 2, "num_slots": 2},
+            options={**both, "num_visits": 2, "num_slots": 2},
+            cycles={"activations": ("keep", "offload")},
             max_delay_s=max_delay_s,
         ),
     ]
