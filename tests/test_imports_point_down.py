@@ -29,7 +29,7 @@ FLOORS = (
     ("kernels",),
     ("blocks", "shapes"),
     ("store.memory_limits", "memory_limits"),
-    ("units",),
+    ("units", "timeline"),
     ("errors",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from outcore.stream.recording import compute_stream, recorded
+
 CHUNK_LOGITS = 1 << 28  # elements of logits that exist at a time
 
 Steps = tuple[tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]], ...]
@@ -56,7 +58,8 @@ def check_labels(target: Tensor, ignore_index: int, vocabulary: int) -> None:
 def chunked_loss_sum(job: LossJob) -> Tensor:
     """Return the summed cross-entropy, differentiable in hidden, weight and bias."""
     bias = job.bias if job.bias is not None else job.hidden.new_empty(0)
-    total: Tensor = _ChunkedLoss.apply(job, job.hidden, job.weight, bias)  # type: ignore[no-untyped-call]
+    with recorded("compute", "head and loss", compute_stream(job.hidden.device)):
+        total: Tensor = _ChunkedLoss.apply(job, job.hidden, job.weight, bias)  # type: ignore[no-untyped-call]
     return total
 
 

@@ -52,7 +52,8 @@ class HostInputs:
     def put(self, hidden: Tensor) -> WaitingInput:
         """Start to copy ``hidden`` to the host; the caller need not keep it."""
         if self._out is None:
-            self._out, self._in = Lane("inputs-out", self._device), Lane("inputs-in", self._device)
+            self._out = Lane("inputs-out", self._device, hardware="to host")
+            self._in = Lane("inputs-in", self._device, hardware="to device")
         hidden = hidden.detach().contiguous()
         buffer, busy = self._take(hidden.numel(), hidden.dtype)
         lane = self._out

@@ -105,7 +105,7 @@ def offload_from(model: Model, options: OffloadOptions, *, source: Source | None
         )
     units = build_units(model, options)
     host_ledger, device_ledger = _open_books(options)
-    copy_in = Lane("copy-in", options.device)
+    copy_in = Lane("copy-in", options.device, hardware="to device")
     try:
         streamed = [u for u in units if u.weights_home == "host"]
         slots = Slots(

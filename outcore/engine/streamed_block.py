@@ -19,6 +19,7 @@ from outcore.errors import OutcoreError
 from outcore.optim.backend import OptimizerBackend
 from outcore.optim.gradients import Accumulator
 from outcore.store.ledger import Hold, Ledger
+from outcore.stream.recording import compute_stream, recorded
 from outcore.stream.slots import Slots
 from outcore.stream.unit import Unit
 
@@ -66,10 +67,11 @@ class StreamedBlock:
             with torch.no_grad():
                 views = self.unit.layout.views(flat.detach())
             trainable = {f.name for f in self.unit.layout.trainable}
-            yield {
-                f"block.{name}": view.requires_grad_(name in trainable)
-                for name, view in views.items()
-            }
+            with recorded("compute", f"{phase} {self.unit.name}", compute_stream(self.device)):
+                yield {
+                    f"block.{name}": view.requires_grad_(name in trainable)
+                    for name, view in views.items()
+                }
         finally:
             self._services.slots.release(self.unit)
 

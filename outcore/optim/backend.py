@@ -112,8 +112,9 @@ class OptimizerBackend:
             **build_on_host(on_host, ledger=self._host_ledger, pin=self._pin),
         }
         self.states = {unit.index: built[unit.index] for unit in self.units}
-        copy_out, copy_back = Lane("copy-out", self._device), Lane("copy-back", self._device)
-        refresh = Lane("refresh", self._device)
+        copy_out = Lane("copy-out", self._device, hardware="to host")
+        copy_back = Lane("copy-back", self._device, hardware="to device")
+        refresh = Lane("refresh", self._device, hardware="to device")
         self._lanes = [copy_out, copy_back, refresh]
         wire_dtype = self._placement.wire_dtype
         if passing is not None:

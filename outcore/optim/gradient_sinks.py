@@ -80,7 +80,9 @@ class WaitingSink:
         target = home[start : start + wire.numel()]
         # An update that still reads the home finishes first.
         fence = self._copy_out.submit(
-            _copying(target, wire, self._copy_out), after=[ready, *unit.pending]
+            _copying(target, wire, self._copy_out),
+            after=[ready, *unit.pending],
+            label=f"gradient {unit.name}",
         )
         self._fences.setdefault(unit.index, {})[start] = fence
         for chunk in self._chunks[unit.index]:
@@ -193,7 +195,7 @@ class PassingSink:
             target.copy_(wire, non_blocking=True)
             _hold(wire, self._copy_out)
 
-        arrived = self._copy_out.submit(copy, after=[ready])
+        arrived = self._copy_out.submit(copy, after=[ready], label=f"gradient {chunk.unit.name}")
         self._submit(
             chunk,
             lambda: held[0][: chunk.numel],

@@ -7,6 +7,7 @@ import time
 
 from outcore.optim.updates import ChunkUpdate, UpdateQueue
 from outcore.stream.lanes import Lane, injected_delay
+from outcore.stream.recording import recorded
 
 
 class HostUpdater:
@@ -41,7 +42,8 @@ class HostUpdater:
             fence.block()
         injected_delay()
         start = time.perf_counter()
-        update.apply(update.home_tensors(), update.gradient())
+        with recorded("host cores", update.label):
+            update.apply(update.home_tensors(), update.gradient())
         self.busy_s += time.perf_counter() - start
         update.gradient_read(None)
         update.done.mark_issued()

@@ -78,7 +78,7 @@ class Lodgers:
             )
         # Their memory may still be in use under its last owner, on the compute stream.
         allocated = Fence.after_compute(device)
-        self._lane = Lane("lodged-state", device)
+        self._lane = Lane("lodged-state", device, hardware="compute")
         for lodger, last_update in zip(self._lodgers.values(), last_updates, strict=True):
             self._move_in(lodger, after=[allocated, *last_update])
 
@@ -112,7 +112,12 @@ class Lodgers:
                 lodger.home[0].copy_(lodger.tensors[0], non_blocking=True)
 
         lodger.is_ahead = True
-        self._lane.submit(bring_gradient_and_update, after=update.after, fence=update.weight_ready)
+        self._lane.submit(
+            bring_gradient_and_update,
+            after=update.after,
+            fence=update.weight_ready,
+            label=update.label,
+        )
         update.gradient_read(update.weight_ready)
         self.num_updated += lodger.chunk.numel
 

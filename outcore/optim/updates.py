@@ -73,6 +73,10 @@ class ChunkUpdate:
     _is_ready: bool = False
 
     @property
+    def label(self) -> str:
+        return f"update {self.chunk.unit.name}"
+
+    @property
     def is_ready(self) -> bool:
         """Whether the gradient has arrived; asked often, so the answer yes is remembered."""
         self._is_ready = self._is_ready or all(fence.is_done for fence in self.after)

@@ -65,8 +65,8 @@ class Visitor:
             for b, g in zip(buffers, gradients, strict=True)
         ]
         self._turn = 0
-        self._lane_in = Lane("visit-in", device)
-        self._lane_out = Lane("visit-out", device)
+        self._lane_in = Lane("visit-in", device, hardware="to device")
+        self._lane_out = Lane("visit-out", device, hardware="to host")
         self._thread = threading.Thread(
             target=_conduct_visits,
             args=(weakref.ref(self), queue),
@@ -122,10 +122,12 @@ class Visitor:
         in_place, at_home = (
             (update.weight_ready, None) if resident is not None else (None, update.weight_ready)
         )
-        updated = self._lane_in.submit(bring_and_update, after=[visit.free], fence=in_place)
+        updated = self._lane_in.submit(
+            bring_and_update, after=[visit.free], fence=in_place, label=update.label
+        )
         update.gradient_read(updated)
         self._lane_out.submit(weight_home, after=[updated], fence=at_home)
-        self._lane_out.submit(rest_home, after=[updated], fence=update.done)
+        self._lane_out.submit(rest_home, after=[updated], fence=update.done, label=update.label)
         visit.free = update.done
         self.num_updated += chunk.numel
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from outcore.timeline import LANES, Span
+
+__all__ = ["LANES", "Activations", "BlockPlan", "Budgets", "Job", "Plan", "Prediction", "Span"]
+
 Tier = Literal["device", "host", "disk"]
 Activations = Literal["keep", "recompute", "offload"]
 """keep: all that the backward needs stays on the device. recompute: only the block's input does.
 offload: recompute, and the input waits on the host."""
 
 StateFormat = Literal["fp32", "compact", "minimal"]
-LANES = ("compute", "to device", "to host", "host cores", "disk read", "disk write")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +59,6 @@ class BlockPlan:
     weights: Tier
     state: Tier
     activations: Activations
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """One piece of work of the simulated or measured step."""
-
-    lane: str
-    name: str
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True, kw_only=True)

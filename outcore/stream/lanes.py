@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from outcore.errors import LaneError
+from outcore.stream.recording import recorded
 
 
 def _new_event() -> torch.cuda.Event:
@@ -84,13 +85,20 @@ class Fence:
 class Lane:
     """A thread that carries out work in the order of submission."""
 
-    def __init__(self, name: str, device: torch.device | None = None) -> None:
-        """``device``: where work is enqueued on a stream of this lane; None for host cores."""
+    def __init__(
+        self, name: str, device: torch.device | None = None, *, hardware: str = "host cores"
+    ) -> None:
+        """``device``: where work is enqueued on a stream of this lane; None for host cores.
+
+        ``hardware``: the lane of a plan that this one belongs to, see outcore.timeline.
+        """
         self.name = name
-        self.busy_s = 0.0
+        self.hardware = hardware
         self._device = device if device is not None and device.type == "cuda" else None
         self.stream = torch.cuda.Stream(self._device) if self._device is not None else None
-        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Sequence[Fence], Fence] | None]
+        self._queue: queue.SimpleQueue[
+            tuple[Callable[[], None], Sequence[Fence], Fence, str] | None
+        ]
         self._queue = queue.SimpleQueue()
         self._closing = False
         self._lock = threading.RLock()  # re-entrant: the collector may close a lane anywhere
@@ -103,13 +111,17 @@ class Lane:
         *,
         after: Sequence[Fence] = (),
         fence: Fence | None = None,
+        label: str | None = None,
     ) -> Fence:
-        """Queue ``work`` to run when the fences in ``after`` are passed; return its own fence."""
+        """Queue ``work`` to run when the fences in ``after`` are passed; return its own fence.
+
+        ``label``: what a recording calls it.
+        """
         fence = fence if fence is not None else Fence()
         with self._lock:  # nothing may come behind the None of close()
             if self._closing:
                 raise LaneError(f"lane {self.name} is closed")
-            self._queue.put((work, tuple(after), fence))
+            self._queue.put((work, tuple(after), fence, label or self.name))
         return fence
 
     def close(self) -> None:
@@ -131,15 +143,17 @@ class Lane:
         on_stream = torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext()
         with torch.no_grad(), on_stream:
             while (item := self._queue.get()) is not None:
-                work, after, fence = item
+                work, after, fence, label = item
                 if self._closing:
                     fence.error = LaneError(f"lane {self.name} was closed")
                 else:
-                    self._carry_out(work, after, fence)
+                    self._carry_out(work, after, fence, label)
                 fence.mark_issued()
                 del item, work, after, fence  # hold no tensor while idle
 
-    def _carry_out(self, work: Callable[[], None], after: Sequence[Fence], fence: Fence) -> None:
+    def _carry_out(
+        self, work: Callable[[], None], after: Sequence[Fence], fence: Fence, label: str
+    ) -> None:
         try:
             for earlier in after:
                 if self.stream is not None:
@@ -147,12 +161,11 @@ class Lane:
                 else:
                     earlier.block()
             injected_delay(self.stream)
-            start = time.perf_counter()
-            work()
+            with recorded(self.hardware, label, self.stream):
+                work()
             if self.stream is not None:
                 fence.event = _new_event()
                 fence.event.record(self.stream)
-            self.busy_s += time.perf_counter() - start
         except BaseException as error:
             fence.error = error
 
