@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from outcore.blocks import Part
 from outcore.engine.checkpoint_files import CheckpointFiles
-from outcore.engine.offload import offload, offload_from
-from outcore.engine.options import OffloadOptions, check_options
+from outcore.engine.offload import offload, offload_from, resolve_options
+from outcore.engine.options import OffloadOptions
 from outcore.errors import UnsupportedModel
 
 
@@ -26,7 +26,7 @@ def from_config(config: Any, *, auto_class: Any = None, **options: Any) -> Any:
     Weights are drawn by the model's own initialisation, on the compute device, from torch's
     generator there: seed it with ``torch.manual_seed``.
     """
-    checked = _check(options)
+    checked = resolve_options(**options)
     model = _on_meta(config, auto_class)
     model = offload_from(model, checked, source=_Initialised(model, checked))
     _fill_meta_buffers(model, checked.device)
@@ -47,7 +47,7 @@ def load(directory: str | Path, *, auto_class: Any = None, **options: Any) -> An
             f"{path} is no Hugging Face model directory: it has no config.json. For a model on the "
             "Hub pass huggingface_hub.snapshot_download(name)."
         )
-    checked = _check(options)
+    checked = resolve_options(**options)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     quantization = getattr(config, "quantization_config", None)
     if quantization:
@@ -69,15 +69,6 @@ def load(directory: str | Path, *, auto_class: Any = None, **options: Any) -> An
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.eval()
     return model
-
-
-def _check(options: dict[str, Any]) -> OffloadOptions:
-    """Check options as ``offload`` would, with the same defaults."""
-    defaults = dict(offload.__kwdefaults__ or {})
-    unknown = set(options) - set(defaults)
-    if unknown:
-        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
-    return check_options(**{**defaults, **options})
 
 
 def _on_meta(config: Any, auto_class: Any) -> Any:

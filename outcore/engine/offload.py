@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from outcore.engine.model_patches import patch_model, unpatch_model
 from outcore.engine.offloaded import Engine
-from outcore.engine.options import Choice, OffloadOptions, check_options
+from outcore.engine.options import Choice, OffloadOptions, check_options, planned
 from outcore.engine.placement import (
     Source,
     build_units,
@@ -26,6 +26,7 @@ from outcore.engine.placement import (
     retie,
 )
 from outcore.errors import OutcoreError
+from outcore.plan.plan import Plan
 from outcore.store.ledger import Ledger
 from outcore.store.memory_limits import available_host_bytes
 from outcore.stream.lanes import Lane
@@ -38,6 +39,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def offload(
     model: Model,
     *,
+    plan: Plan | None = None,
     device: str | torch.device | None = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
@@ -53,6 +55,7 @@ def offload(
 ) -> Model:
     """Give the model's weights, gradients and optimizer state homes off the device, in place.
 
+    plan: what outcore.plan made; it decides homes, activations, micro-batch, slots and visits.
     device: where the model computes; "cpu" is a device like any other. Default: a GPU if any.
     device_memory, host_memory: budgets such as "24GiB"; what exceeds them is refused.
     micro_batch: sequences that a block works on at a time; None picks a size.
@@ -69,7 +72,8 @@ def offload(
 
     Returns the same model. Edges (embedding, final norm, head) stay on the device.
     """
-    options = check_options(
+    options = resolve_options(
+        plan=plan,
         device=device,
         device_memory=device_memory,
         host_memory=host_memory,
@@ -95,6 +99,17 @@ def offload(
             "values: use outcore.load(directory) or outcore.from_config(config)"
         )
     return offload_from(model, options, source=None)
+
+
+def resolve_options(*, plan: Plan | None = None, **given: Any) -> OffloadOptions:
+    """Check the arguments of ``offload``, of which some may be missing, and a plan's."""
+    defaults = {**(offload.__kwdefaults__ or {})}
+    defaults.pop("plan")
+    unknown = set(given) - set(defaults)
+    if unknown:
+        raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
+    options = {**defaults, **given}
+    return check_options(**options if plan is None else planned(plan, options, defaults))
 
 
 def offload_from(model: Model, options: OffloadOptions, *, source: Source | None) -> Model:

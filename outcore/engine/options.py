@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from outcore.plan.plan import Plan
 from outcore.units import parse_bytes
 
 _HOMES = ("device", "host")
@@ -47,6 +49,34 @@ class OffloadOptions:
         return tuple(choice)
 
 
+PLANNED = ("weights", "state", "activations", "micro_batch", "num_slots", "num_visits")
+"""What a plan decides: given with one, an option must be left at its default."""
+
+
+def planned(plan: Plan, options: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``offload`` that carry out ``plan``, over ``options``."""
+    for name in PLANNED:
+        if options[name] != defaults[name]:
+            raise ValueError(f"{name} is the plan's to decide: leave it out, or make another plan")
+    budgets = plan.job.budgets
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[plan.job.dtype]
+    if options["dtype"] not in (None, dtype):
+        raise ValueError(f"the plan is for dtype {dtype}, not {options['dtype']}")
+    return {
+        **options,
+        "dtype": dtype,
+        "device_memory": options["device_memory"] or budgets.device_bytes,
+        "host_memory": options["host_memory"] or budgets.host_bytes,
+        "weights": [block.weights for block in plan.blocks],
+        "state": [block.state for block in plan.blocks],
+        "edge_state": plan.edge_state,
+        "activations": [block.activations for block in plan.blocks],
+        "micro_batch": plan.micro_batch,
+        "num_slots": plan.num_slots,
+        "num_visits": plan.num_visits,
+    }
+
+
 def check_options(
     *,
     device: str | torch.device | None,
@@ -61,6 +91,7 @@ def check_options(
     num_slots: int,
     num_visits: int | None,
     compile: bool | None,
+    edge_state: str | None = None,
 ) -> OffloadOptions:
     chosen = _device(device)
     weights = _choice("weights", weights, _HOMES)
@@ -92,7 +123,7 @@ def check_options(
         micro_batch=micro_batch,
         weights=weights,
         state=state,
-        edge_state=state if isinstance(state, str) else "host",
+        edge_state=edge_state or (state if isinstance(state, str) else "host"),
         activations=activations,
         dtype=dtype,
         gradient_dtype=gradient_dtype,

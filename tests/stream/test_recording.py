@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 
@@ -30,7 +31,7 @@ def test_spans_follow_the_order_of_a_lane() -> None:
     assert [span.name for span in spans] == ["first", "copies", "copies"]
     assert {span.lane for span in spans} == {"to device"}
     assert 0.015 < spans[0].end_s - spans[0].start_s < 1.0
-    assert all(a.end_s <= b.start_s for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(spans))
 
 
 def test_only_one_recording_at_a_time() -> None:
