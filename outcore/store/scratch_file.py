@@ -81,7 +81,7 @@ class ScratchFile:
         self.options = options or ScratchOptions()
         self.layout = RecordLayout.of(sizes_bytes)
         self.path = directory / f"{name}.scratch"
-        if not SCRATCH_FILE_NAME.fullmatch(self.path.name):
+        if not SCRATCH_FILE_NAME.fullmatch(f"{name}.scratch"):
             raise ValueError(f"{name!r} cannot name a scratch file: letters, digits, _ and - only")
         hold = ledger.hold(f"scratch {name}", self.layout.num_bytes, remedy=OUT_OF_DISK)
         try:
