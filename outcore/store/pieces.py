@@ -36,7 +36,7 @@ class OpenFile:
 
     path: Path
     fd: int
-    is_direct: bool
+    is_direct: bool  # whether I/O bypasses the page cache
 
 
 def read_piece(file: OpenFile, target: Bytes, offset: int) -> None:

@@ -24,6 +24,17 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NOT_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
+def delete_scratch(path: Path, inode: tuple[int, int]) -> None:
+    """Delete the file if it is still the one that was created there."""
+    with contextlib.suppress(OSError):
+        if inode_of(os.lstat(path)) == inode:
+            os.unlink(path)
+
+
+def inode_of(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
 def create_scratch(path: Path, num_bytes: int, *, direct: bool) -> OpenFile:
     """Create the file and take all its bytes now, or leave nothing behind.
 

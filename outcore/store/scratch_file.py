@@ -27,7 +27,12 @@ from outcore.store.page_memory import page_bytes
 from outcore.store.pieces import OpenFile, failed, read_piece, write_piece
 from outcore.store.record_access import RecordAccess
 from outcore.store.record_layout import Record, RecordLayout
-from outcore.store.scratch_creation import SCRATCH_FILE_NAME, create_scratch
+from outcore.store.scratch_creation import (
+    SCRATCH_FILE_NAME,
+    create_scratch,
+    delete_scratch,
+    inode_of,
+)
 
 OUT_OF_DISK = "Raise the disk budget, or train fewer parameters."
 
@@ -99,8 +104,9 @@ class ScratchFile:
         # At exit, or when nobody refers to the file any more; then no piece is in flight.
         self._owner_pid = os.getpid()
         pools = (self._readers, self._writers)
+        inode = inode_of(os.fstat(self._file.fd))
         self._release = weakref.finalize(
-            self, _release, self._file, hold.give_back, pools, self._owner_pid
+            self, _release, self._file, inode, hold.give_back, pools, self._owner_pid
         )
 
     @property
@@ -245,6 +251,7 @@ def _sum_and_write(file: OpenFile, source: Bytes, offset: int, first_page: int, 
 
 def _release(
     file: OpenFile,
+    inode: tuple[int, int],
     give_back: Callable[[], None],
     pools: tuple[ThreadPoolExecutor, ...],
     owner_pid: int,
@@ -253,10 +260,7 @@ def _release(
         return
     for pool in pools:
         pool.shutdown(wait=False)
-    with contextlib.suppress(OSError):
-        ours, found = disk_calls.status(file.fd), os.lstat(file.path)
-        if (ours.st_dev, ours.st_ino) == (found.st_dev, found.st_ino):
-            os.unlink(file.path)
+    delete_scratch(file.path, inode)
     with contextlib.suppress(OSError):
         disk_calls.close(file.fd)
     give_back()

@@ -45,6 +45,7 @@ class Faults:
     def __init__(self, patch: pytest.MonkeyPatch, *, at: int = -1, fault: str = "EIO") -> None:
         self.num_calls = 0
         self.struck: str | None = None
+        self.paused = False  # neither counts nor strikes
         self._at, self._fault = at, fault
         self._lock = threading.Lock()
         for name in CALLS:
@@ -52,6 +53,8 @@ class Faults:
 
     def _wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*arguments: Any) -> Any:
+            if self.paused:
+                return call(*arguments)
             with self._lock:
                 mine = self.num_calls == self._at
                 self.num_calls += 1
