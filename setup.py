@@ -20,7 +20,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-SOURCES = ["kernels/adamw.cpp"]
+SOURCES = ["kernels/adamw.cpp", "kernels/checksum.cpp"]
 HEADERS = ["kernels/outcore_kernels.h"]
 LIBRARY = "outcore/kernels/_outcore_kernels.so"
 

@@ -23,6 +23,19 @@
 //
 // Ties away from zero, unlike ties to even, keep the remainder within 16 bits for every pattern.
 //
+// Checksum of pages. A page is 512 little-endian 64-bit words in 16 rows of 32 lanes. With
+//
+//   scramble(x) = (x ^ (x >> 32)) * 0xd6e8feb86659fd93
+//   mix(x)      = the finaliser of splitmix64
+//   G           = 0x9e3779b97f4a7c15
+//
+// all modulo 2^64, lane l starts at G * (l + 1); each row makes lane = scramble(lane ^ word); then
+// for half = 16, 8, 4, 2, 1: lane[l] = scramble(lane[l]) ^ lane[l + half] for l < half. Page number
+// p of a record adds mix(lane[0] ^ mix(seed + G * p)) to the sum. All steps are bijections of each
+// operand, so a change within one word of a record always changes the sum; anything else (more
+// words, pages that changed places, another seed) leaves it the same once in about 2^64 times.
+// Parts of a record are summed by whoever holds them, in any order.
+//
 // Arrays of one call must not overlap. Each function may be called from many threads at once.
 
 #ifndef OUTCORE_KERNELS_H_
@@ -86,6 +99,13 @@ int oc_split_master(const float* master, uint16_t* weight, int16_t* remainder, i
 
 int oc_join_master(const uint16_t* weight, const int16_t* remainder, float* master, int64_t n,
                    int threads);
+
+#define OC_PAGE_BYTES 4096
+
+// Sets *sum to that of num_pages pages whose first one is page first_page of its record. Runs on
+// the calling thread alone.
+int oc_checksum_pages(const void* data, int64_t num_pages, uint64_t first_page, uint64_t seed,
+                      uint64_t* sum);
 
 #ifdef __cplusplus
 }

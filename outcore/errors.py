@@ -5,6 +5,8 @@ What a caller passed wrongly is a plain ``ValueError``; these are for everything
 
 from __future__ import annotations
 
+from os import PathLike
+
 
 class OutcoreError(Exception):
     """Base class of Outcore's own errors."""
@@ -27,4 +29,14 @@ class LaneError(OutcoreError, RuntimeError):
 
 
 class StoreError(OutcoreError, OSError):
-    """A store could not read, write or map its bytes."""
+    """A store could not read, write or map its bytes; where it is known, ``path`` and ``offset``.
+
+    The message names both, with what to do about it.
+    """
+
+    def __init__(
+        self, message: str, *, path: str | PathLike[str] | None = None, offset: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.offset = offset

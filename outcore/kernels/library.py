@@ -49,6 +49,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "oc_adamw_fp32": (_INT, [_ARRAY, _ARRAY, _ARRAY, _ARRAY, _INT, _SIZE, _SCALARS, _INT]),
     "oc_split_master": (_INT, [_ARRAY, _ARRAY, _ARRAY, _SIZE, _INT]),
     "oc_join_master": (_INT, [_ARRAY, _ARRAY, _ARRAY, _SIZE, _INT]),
+    "oc_checksum_pages": (
+        _INT,
+        [_ARRAY, _SIZE, ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64)],
+    ),
 }
 
 _lock = threading.Lock()

@@ -1,1 +1,1 @@
-"""Where bytes live: host arenas, device spans and the ledgers that keep them within budget."""
+"""Where bytes live: host arenas, device spans, scratch on disk, and the ledgers of each tier."""

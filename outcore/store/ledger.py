@@ -76,8 +76,9 @@ class Ledger:
             for name, size in sorted(self._taken.items(), key=lambda item: -item[1])
             if size
         )
+        noun = "space" if self.tier == "disk" else "memory"
         text = (
-            f"{self.tier} memory: {purpose} needs {format_bytes(num_bytes)}, which makes "
+            f"{self.tier} {noun}: {purpose} needs {format_bytes(num_bytes)}, which makes "
             f"{format_bytes(total)} of a budget of {format_bytes(self.budget_bytes)}"
         )
         text += f" (already taken: {held})" if held else ""

@@ -1,0 +1,101 @@
+"""One piece of a file, read or written in full, or a StoreError that says where and what to do.
+
+A piece is a range of whole pages in page-aligned memory. Owns the loop over short transfers; knows
+nothing of records, checksums or threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from outcore.errors import StoreError
+from outcore.kernels.checksum import PAGE_BYTES, Bytes
+from outcore.store import disk_calls
+
+_MAX_STALLS = 8
+
+_REMEDIES = {
+    errno.ENOSPC: "The disk is full: free space there, or name another disk.",
+    errno.EDQUOT: "The quota is used up: free space there, or name another disk.",
+    errno.EIO: "The drive failed: see dmesg, and name another disk.",
+    errno.EFBIG: "Raise the file size limit (ulimit -f), or name another file system.",
+    errno.EROFS: "Name a disk that can be written.",
+    errno.EEXIST: "Two scratch files of one directory need two names.",
+    errno.EACCES: "Name a directory that this user may write to.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenFile:
+    """An open scratch file, as far as I/O needs to know it."""
+
+    path: Path
+    fd: int
+    is_direct: bool  # whether I/O bypasses the page cache
+
+
+def read_piece(file: OpenFile, target: Bytes, offset: int) -> None:
+    _transfer(file, "read", disk_calls.read_at, target, offset)
+
+
+def write_piece(file: OpenFile, source: Bytes, offset: int) -> None:
+    _transfer(file, "write", disk_calls.write_at, source, offset)
+
+
+def failed(error: OSError, *, path: Path, verb: str, offset: int, num_bytes: int) -> StoreError:
+    """Return the StoreError of a refused system call."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    remedy = _REMEDIES.get(error.errno or 0, "Name another disk.")
+    return StoreError(
+        f"{path}: cannot {verb} {num_bytes} bytes at offset {offset}: {reason}. {remedy}",
+        path=path,
+        offset=offset,
+    )
+
+
+def _transfer(
+    file: OpenFile, verb: str, call: Callable[[int, Bytes, int], int], memory: Bytes, offset: int
+) -> None:
+    done = num_stalls = 0
+    while done < memory.size:
+        try:
+            moved = call(file.fd, memory[done:], offset + done)
+        except InterruptedError:
+            continue
+        except OSError as error:
+            raise failed(
+                error,
+                path=file.path,
+                verb=verb,
+                offset=offset + done,
+                num_bytes=memory.size - done,
+            ) from error
+        if moved == memory.size - done:
+            break
+        # Short. What is left must start on a page again, or O_DIRECT refuses it.
+        whole = (done + moved) // PAGE_BYTES * PAGE_BYTES
+        num_stalls = num_stalls + 1 if whole <= done else 0
+        if moved == 0 or num_stalls > _MAX_STALLS:
+            raise _stuck(file, verb, offset + done, memory.size - done, moved)
+        done = max(done, whole)
+    if not file.is_direct:
+        with contextlib.suppress(OSError):  # advice only
+            disk_calls.forget_cached(file.fd, offset, memory.size)
+
+
+def _stuck(file: OpenFile, verb: str, offset: int, num_bytes: int, moved: int) -> StoreError:
+    if verb == "read":
+        what = f"the file ends {num_bytes - moved} bytes early: something cut it"
+    else:
+        what = f"the system takes {moved} bytes and no more"
+    return StoreError(
+        f"{file.path}: cannot {verb} {num_bytes} bytes at offset {offset}: {what}. "
+        "Keep other programs away from the scratch directory, and start again.",
+        path=file.path,
+        offset=offset,
+    )

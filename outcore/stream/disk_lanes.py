@@ -1,0 +1,129 @@
+"""Records of a scratch file on their way through host memory: read, worked on, written back.
+
+Two lanes, one that reads and one that writes, over a fixed number of staging buffers. Every call
+returns at once; fences order the rest. For each record the caller's order counts: a fetch gives
+what the last store before it stored.
+
+    buffer, here = disk.fetch(record)
+    done = cores.submit(lambda: work(buffer), after=[here])
+    disk.store(record, buffer, after=[done])          # or disk.release(buffer, after=[done])
+
+No deadlock: a piece of work waits only for work that was submitted before it. Hence the two rules
+for callers: the fences in ``after`` are of work that is submitted already, and buffers are given
+back (``store`` or ``release``, which need not wait for the work) before more are fetched than there
+are. A fetch that finds every buffer lent raises instead of waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from outcore.errors import LaneError
+from outcore.store.scratch_file import ScratchFile
+from outcore.stream.lanes import Fence, Lane
+from outcore.stream.staging import StagingPool
+
+
+class DiskLanes:
+    """Moves records between ``file`` and the buffers of ``staging``."""
+
+    def __init__(self, file: ScratchFile, staging: StagingPool) -> None:
+        if staging.buffer_bytes < file.layout.largest_bytes:
+            raise ValueError(
+                f"staging buffers of {staging.buffer_bytes} bytes are too small for a record of "
+                f"{file.layout.largest_bytes}"
+            )
+        self._file = file
+        self._staging = staging
+        self.reads = Lane("disk reads")
+        self.writes = Lane("disk writes")
+        self._arrivals: dict[int, Fence] = {}  # the read into each lent buffer, by its address
+        self._stored: dict[int, Fence] = {}  # the last store of each record
+        self._fetched: dict[int, Fence] = {}  # the last fetch, behind which all earlier ones are
+        # The order of calls is the order in the lanes, and what keeps the fences free of circles.
+        self._lock = threading.Lock()
+
+    def fetch(self, record: int) -> tuple[Tensor, Fence]:
+        """Start to read ``record``; return a buffer, and the fence behind which it holds it.
+
+        The fence fails if the read does, or if the last store of the record did.
+        """
+        with self._lock:
+            buffer, free_after = self._staging.lend(self._num_bytes(record))
+            after = [fence for fence in (free_after, self._stored.get(record)) if fence is not None]
+            fence = self._fetched[record] = self._arrivals[buffer.data_ptr()] = Fence()
+            self.reads.submit(lambda: self._file.read(record, buffer), after=after, fence=fence)
+        return buffer, fence
+
+    def blank(self, record: int) -> tuple[Tensor, Fence]:
+        """Return a buffer for a record's first value, and the fence behind which it may be filled.
+
+        What the buffer holds is not defined.
+        """
+        with self._lock:
+            buffer, free_after = self._staging.lend(self._num_bytes(record))
+        if free_after is None:
+            free_after = Fence()
+            free_after.mark_issued()
+        return buffer, free_after
+
+    def store(self, record: int, buffer: Tensor, after: Sequence[Fence]) -> Fence:
+        """Write ``buffer`` to ``record`` behind ``after``, and then take the buffer back.
+
+        If a fence of ``after`` failed, or the fetch that filled the buffer, nothing is written, and
+        fetches of the record fail until it is stored again.
+        """
+        if buffer.numel() != self._num_bytes(record):
+            raise ValueError(
+                f"record {record} has {self._num_bytes(record)} bytes, not {buffer.numel()}"
+            )
+        with self._lock:
+            users = self._users(buffer, after)
+            overtaken = self._fetched.pop(record, None)  # must still see the older value
+
+            def write() -> None:
+                if overtaken is not None:
+                    _wait_over([overtaken])
+                self._file.write(record, buffer)
+
+            fence = self._stored[record] = Fence()
+            self.writes.submit(write, after=users, fence=fence)
+            self._take_back(buffer, users)
+        return fence
+
+    def release(self, buffer: Tensor, after: Sequence[Fence]) -> None:
+        """Take a buffer back behind ``after`` without writing it."""
+        with self._lock:
+            self._take_back(buffer, self._users(buffer, after))
+
+    def close(self) -> None:
+        """Drop queued work, finish what is in hand and end the lanes; the file stays open."""
+        self.writes.close()
+        self.reads.close()
+
+    def _users(self, buffer: Tensor, after: Sequence[Fence]) -> list[Fence]:
+        """Return the fences of all who may touch the buffer: its read, and the caller's work."""
+        self._staging.check_lent(buffer)
+        arrival = self._arrivals.pop(buffer.data_ptr(), None)
+        return [*after, *([arrival] if arrival is not None else [])]
+
+    def _take_back(self, buffer: Tensor, users: Sequence[Fence]) -> None:
+        # Behind the write in its lane, and behind all users: the first that fails ends the wait of
+        # the write, not the others' work. Failed or not the buffer is free then, so this fence does
+        # not fail.
+        free_after = self.writes.submit(lambda: _wait_over(users))
+        self._staging.take_back(buffer, free_after)
+
+    def _num_bytes(self, record: int) -> int:
+        return self._file.layout.records[record].num_bytes
+
+
+def _wait_over(fences: Sequence[Fence]) -> None:
+    """Wait until the work of each fence is over, whether it succeeded or not."""
+    for fence in fences:
+        with contextlib.suppress(LaneError):
+            fence.block()
