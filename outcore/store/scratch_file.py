@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterable
@@ -146,6 +147,16 @@ class ScratchFile:
             self._check_file(record)
             checksum = self._carry_out(self._writers, _sum_and_write, record, memory, written)
             self._written[index] = _Written(num_writes=written.num_writes, checksum=checksum)
+
+    def map(self) -> mmap.mmap:
+        """Return the whole file as shared memory, through the page cache and unverified."""
+        try:
+            return mmap.mmap(self._file.fd, self.layout.num_bytes)
+        except (OSError, ValueError) as error:
+            raise StoreError(
+                f"{self.path} cannot be mapped ({error}): name a disk with an ordinary file system",
+                path=self.path,
+            ) from error
 
     def close(self) -> None:
         """Wait for I/O in flight, delete the file and give its bytes back."""

@@ -39,8 +39,8 @@ class DiskLanes:
             )
         self._file = file
         self._staging = staging
-        self.reads = Lane("disk reads")
-        self.writes = Lane("disk writes")
+        self.reads = Lane("disk-reads", hardware="disk read")
+        self.writes = Lane("disk-writes", hardware="disk write")
         self._arrivals: dict[int, Fence] = {}  # the read into each lent buffer, by its address
         self._stored: dict[int, Fence] = {}  # the last store of each record
         self._fetched: dict[int, Fence] = {}  # the last fetch, behind which all earlier ones are

@@ -1,0 +1,151 @@
+"""Flat tensors whose home is a scratch file, moved in pieces through staging buffers.
+
+Training reads and writes whole pieces past the page cache, with checksums. Everybody else (saving,
+``state_dict``) sees the same bytes through ``mapped``, a view of the file that costs memory only
+for what is looked at; it is true when nothing is in flight, and after writing to it ``rewrite``
+makes the pieces true again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outcore.store.ledger import Ledger
+from outcore.store.scratch_file import ScratchFile
+from outcore.stream.disk_lanes import DiskLanes
+from outcore.stream.lanes import Fence
+from outcore.stream.staging import StagingPool
+
+PIECE_ALIGN = 1 << 19  # elements: whole pages also for one byte to each 128 of them
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskShape:
+    """A tensor to make room for: ``piece_numel`` elements travel together."""
+
+    numel: int
+    dtype: torch.dtype
+    piece_numel: int
+
+    @property
+    def num_pieces(self) -> int:
+        return -(-self.numel // self.piece_numel)
+
+    def bounds(self, piece: int) -> tuple[int, int]:
+        start = piece * self.piece_numel
+        return start, min(start + self.piece_numel, self.numel)
+
+
+class DiskTensor:
+    """One flat tensor in a file."""
+
+    def __init__(self, file: DiskTensors, shape: DiskShape, first: int, mapped: Tensor) -> None:
+        self.shape = shape
+        self.mapped = mapped
+        self._file = file
+        self._first = first
+
+    def fetch(self, piece: int) -> tuple[Tensor, Fence]:
+        """Start to read a piece; return where it will be, and after what."""
+        buffer, fence = self._file.fetch(self._first + piece)
+        return self._typed(buffer, piece), fence
+
+    def store(self, piece: int, values: Tensor, after: Sequence[Fence]) -> Fence:
+        """Write what ``fetch`` returned back, after the fences."""
+        return self._file.store(self._first + piece, values, after)
+
+    def release(self, values: Tensor, after: Sequence[Fence]) -> None:
+        """Give back what ``fetch`` returned, without writing it."""
+        self._file.release(values, after)
+
+    def write(self, values: Tensor) -> None:
+        """Replace the whole tensor; blocks. ``values`` may be anywhere on the host."""
+        for piece in range(self.shape.num_pieces):
+            start, end = self.shape.bounds(piece)
+            buffer, free = self._file.blank(self._first + piece)
+            free.block()
+            self._typed(buffer, piece).copy_(values[start:end])
+            self._file.store(self._first + piece, self._typed(buffer, piece), []).block()
+
+    def rewrite(self) -> None:
+        """Take over what was written to ``mapped``; blocks."""
+        self.write(self.mapped)
+
+    def _typed(self, buffer: Tensor, piece: int) -> Tensor:
+        start, end = self.shape.bounds(piece)
+        return buffer.view(self.shape.dtype)[: end - start]
+
+
+class DiskTensors:
+    """The tensors of one scratch file, with its lanes and staging buffers."""
+
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        shapes: Sequence[DiskShape],
+        *,
+        num_buffers: int,
+        disk_ledger: Ledger,
+        host_ledger: Ledger,
+        pin: bool,
+    ) -> None:
+        for shape in shapes:
+            assert shape.num_pieces == 1 or shape.piece_numel % PIECE_ALIGN == 0, shape
+        sizes = [
+            (shape.bounds(piece)[1] - shape.bounds(piece)[0]) * shape.dtype.itemsize
+            for shape in shapes
+            for piece in range(shape.num_pieces)
+        ]
+        self._scratch = ScratchFile(directory, name, sizes, ledger=disk_ledger)
+        layout = self._scratch.layout
+        try:
+            staging = StagingPool(num_buffers, layout.largest_bytes, ledger=host_ledger, pin=pin)
+            bytes_ = torch.frombuffer(self._scratch.map(), dtype=torch.uint8)
+        except BaseException:
+            self._scratch.close()
+            raise
+        self._lanes = DiskLanes(self._scratch, staging)
+        self._never_written = set(range(len(layout.records)))
+        self._staged: dict[int, Tensor] = {}  # whole buffers that are lent, by address
+        self.tensors = []
+        first = 0
+        for shape in shapes:
+            start = layout.records[first].offset
+            mapped = bytes_[start : start + shape.numel * shape.dtype.itemsize].view(shape.dtype)
+            self.tensors.append(DiskTensor(self, shape, first, mapped))
+            first += shape.num_pieces
+
+    def fetch(self, record: int) -> tuple[Tensor, Fence]:
+        if record in self._never_written:  # the file system gives zeros for what it allocated
+            buffer, free = self.blank(record)
+            return buffer, self._lanes.reads.submit(lambda: _zero(buffer), after=[free])
+        buffer, fence = self._lanes.fetch(record)
+        self._staged[buffer.data_ptr()] = buffer
+        return buffer, fence
+
+    def blank(self, record: int) -> tuple[Tensor, Fence]:
+        buffer, fence = self._lanes.blank(record)
+        self._staged[buffer.data_ptr()] = buffer
+        return buffer, fence
+
+    def store(self, record: int, values: Tensor, after: Sequence[Fence]) -> Fence:
+        self._never_written.discard(record)
+        return self._lanes.store(record, self._staged.pop(values.data_ptr()), after)
+
+    def release(self, values: Tensor, after: Sequence[Fence]) -> None:
+        self._lanes.release(self._staged.pop(values.data_ptr()), after)
+
+    def close(self) -> None:
+        """End the lanes and delete the file; ``mapped`` stays readable."""
+        self._lanes.close()
+        self._scratch.close()
+
+
+def _zero(buffer: Tensor) -> None:
+    buffer.zero_()

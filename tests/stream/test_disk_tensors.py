@@ -1,0 +1,81 @@
+"""Tensors on disk: pieces and the mapped view show the same values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from outcore.errors import LaneError
+from outcore.store.ledger import Ledger
+from outcore.stream.disk_tensors import PIECE_ALIGN, DiskShape, DiskTensors
+
+SHAPES = [
+    DiskShape(numel=2 * PIECE_ALIGN + 384, dtype=torch.float32, piece_numel=PIECE_ALIGN),
+    DiskShape(numel=1000, dtype=torch.bfloat16, piece_numel=1000),
+    DiskShape(numel=3 * PIECE_ALIGN, dtype=torch.uint8, piece_numel=PIECE_ALIGN),
+]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[DiskTensors]:
+    disk = DiskTensors(
+        tmp_path,
+        "state",
+        SHAPES,
+        num_buffers=3,
+        disk_ledger=Ledger("disk", None),
+        host_ledger=Ledger("host", None),
+        pin=False,
+    )
+    yield disk
+    disk.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_never_written_is_zero(disk: DiskTensors) -> None:
+    for tensor in disk.tensors:
+        assert not bool(tensor.mapped.any())
+        for piece in range(tensor.shape.num_pieces):
+            values, here = tensor.fetch(piece)
+            here.block()
+            assert not bool(values.any())
+            tensor.release(values, [])
+
+
+def test_updates_in_pieces_show_in_the_mapped_view(disk: DiskTensors) -> None:
+    expected = [torch.zeros(s.numel, dtype=s.dtype) for s in SHAPES]
+    for step in range(3):
+        for tensor, whole in zip(disk.tensors, expected, strict=True):
+            for piece in range(tensor.shape.num_pieces):
+                start, end = tensor.shape.bounds(piece)
+                values, here = tensor.fetch(piece)
+                here.block()
+                assert torch.equal(values, whole[start:end])
+                whole[start:end] += step + piece + 1
+                values += step + piece + 1
+                tensor.store(piece, values, []).block()
+            assert torch.equal(tensor.mapped, whole)
+
+
+def test_writes_to_the_mapped_view_are_taken_over(disk: DiskTensors) -> None:
+    for tensor in disk.tensors:
+        tensor.write(torch.ones(tensor.shape.numel, dtype=tensor.shape.dtype))
+        tensor.mapped.add_(1)
+        tensor.rewrite()
+        values, here = tensor.fetch(tensor.shape.num_pieces - 1)
+        here.block()
+        assert bool((values == 2).all())
+        tensor.release(values, [])
+
+
+def test_a_write_behind_our_back_is_noticed(disk: DiskTensors) -> None:
+    tensor = disk.tensors[0]
+    tensor.write(torch.ones(tensor.shape.numel))
+    tensor.mapped[5] = 3.0
+    values, here = tensor.fetch(0)
+    with pytest.raises(LaneError, match="checksum"):
+        here.block()
+    tensor.release(values, [])
