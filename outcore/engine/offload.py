@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from outcore.engine.disk_tier import DiskTier
 from outcore.engine.model_patches import patch_model, unpatch_model
 from outcore.engine.offloaded import Engine
 from outcore.engine.options import Choice, OffloadOptions, check_options, planned
@@ -43,6 +44,7 @@ def offload(
     device: str | torch.device | None = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
+    disk: str | None = None,
     micro_batch: int | None = None,
     weights: Choice = "host",
     state: Choice = "host",
@@ -58,8 +60,9 @@ def offload(
     plan: what outcore.plan made; it decides homes, activations, micro-batch, slots and visits.
     device: where the model computes; "cpu" is a device like any other. Default: a GPU if any.
     device_memory, host_memory: budgets such as "24GiB"; what exceeds them is refused.
+    disk: a directory for scratch files, with a size if wanted: "/mnt/nvme:500GiB".
     micro_batch: sequences that a block works on at a time; None picks a size.
-    weights, state: "host" or "device", the home of block weights and of optimizer state.
+    weights, state: "host", "device" or "disk", the home of block weights and optimizer state.
     activations: "keep", "recompute", "offload" (recompute, and the block's input waits on the
         host), or "auto": keep as many blocks as the device budget allows.
         Each of these three also takes a list with one entry for each block.
@@ -77,6 +80,7 @@ def offload(
         device=device,
         device_memory=device_memory,
         host_memory=host_memory,
+        disk=disk,
         micro_batch=micro_batch,
         weights=weights,
         state=state,
@@ -121,8 +125,12 @@ def offload_from(model: Model, options: OffloadOptions, *, source: Source | None
     units = build_units(model, options)
     host_ledger, device_ledger = _open_books(options)
     copy_in = Lane("copy-in", options.device, hardware="to device")
+    disk: DiskTier | None = None
     try:
-        streamed = [u for u in units if u.weights_home == "host"]
+        if options.disk is not None:
+            pin = options.device.type == "cuda"
+            disk = DiskTier(options.disk, host_ledger=host_ledger, pin=pin)
+        streamed = [u for u in units if u.weights_home != "device"]
         slots = Slots(
             streamed,
             num_slots=options.num_slots,
@@ -133,10 +141,17 @@ def offload_from(model: Model, options: OffloadOptions, *, source: Source | None
         )
         head = output_head(model)
         replaced = place_units(
-            units, options, host_ledger=host_ledger, device_ledger=device_ledger, source=source
+            units,
+            options,
+            host_ledger=host_ledger,
+            device_ledger=device_ledger,
+            source=source,
+            make_disk=disk.make if disk is not None else None,
         )
     except BaseException:
         copy_in.close()
+        if disk is not None:
+            disk.close()
         _lift_device_limit(options.device)
         raise
     retie(model, replaced)
@@ -148,6 +163,7 @@ def offload_from(model: Model, options: OffloadOptions, *, source: Source | None
         device_ledger=device_ledger,
         slots=slots,
         copy_in=copy_in,
+        disk=disk,
     )
     patch_model(model, engine, head)
     return model

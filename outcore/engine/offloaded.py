@@ -5,33 +5,24 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from outcore.engine.activations import ActivationPolicy
+from outcore.engine.disk_tier import DiskTier
 from outcore.engine.host_inputs import HostInputs
 from outcore.engine.options import OffloadOptions
 from outcore.optim.backend import DEVICE_STATE, OptimizerBackend, OptimizerPlacement
-from outcore.store.ledger import Ledger
+from outcore.store.ledger import Ledger, TierReport, tier_report
 from outcore.stream.lanes import Lane
 from outcore.stream.slots import Slots
 from outcore.stream.unit import Unit
 
 # Part of the budget that the allocator's rounding and fragmentation may take.
 _SLACK = 0.03
-
-
-@dataclass(frozen=True, kw_only=True)
-class TierReport:
-    """One tier's budget, peak and what it holds."""
-
-    tier: str
-    budget_bytes: int | None
-    peak_bytes: int
-    purposes: dict[str, int]
 
 
 class Engine:
@@ -46,12 +37,14 @@ class Engine:
         device_ledger: Ledger,
         slots: Slots,
         copy_in: Lane,
+        disk: DiskTier | None,
     ) -> None:
         self.units = units
         self.options = options
         self.host_ledger = host_ledger
         self.device_ledger = device_ledger
         self.slots = slots
+        self.disk = disk
         self._written: dict[int, int] = {}  # versions of the parameters, as last seen
         self.called_edges: set[int] = set()  # units that a module's call has waited for
         self.defers_logits = False
@@ -79,6 +72,7 @@ class Engine:
             device_ledger=device_ledger,
             prefetch=slots.prefetch,
             spare_device_bytes=self.spare_device_bytes,
+            make_disk=disk.make if disk is not None else None,
         )
         # An input of every block that wants a gradient, so that autograd visits the block even
         # when only its weights are trained.
@@ -117,18 +111,9 @@ class Engine:
     def report(self) -> list[TierReport]:
         """Return where everything lives, tier by tier."""
         return [
-            TierReport(
-                tier="device",
-                budget_bytes=self.device_ledger.budget_bytes,
-                peak_bytes=self.device_peak_bytes(),
-                purposes=self.device_ledger.peaks(),
-            ),
-            TierReport(
-                tier="host",
-                budget_bytes=self.host_ledger.budget_bytes,
-                peak_bytes=self.host_ledger.peak_bytes,
-                purposes=self.host_ledger.peaks(),
-            ),
+            replace(tier_report(self.device_ledger), peak_bytes=self.device_peak_bytes()),
+            tier_report(self.host_ledger),
+            *([tier_report(self.disk.ledger)] if self.disk is not None else []),
         ]
 
     def synchronize(self) -> None:
@@ -148,14 +133,15 @@ class Engine:
 
     def weights_replaced(self, units: Sequence[Unit] | None = None) -> None:
         """Say that parameters were written from outside, after ``synchronize``."""
-        for unit in self.units if units is None else units:
+        units = self.units if units is None else units
+        for unit in units:
             unit.update_queued([])
             if unit.remainder is not None:
                 unit.remainder.zero_()  # the master is now what was written
             state = self.backend.states.get(unit.index)
             if state is not None and unit.device_weight is not None:
                 state.weight.copy_(unit.device_weight[: state.weight.numel()])
-        self.backend.state_replaced()
+        self.backend.state_replaced(units)
         self._written = self._versions()
 
     def _versions(self) -> dict[int, int]:
@@ -169,6 +155,8 @@ class Engine:
         self.backend.close()
         self.host_inputs.close()
         self._copy_in.close()
+        if self.disk is not None:
+            self.disk.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from outcore.plan.plan import Plan
+from outcore.plan.plan import Budgets, Plan
+from outcore.store.disk_budget import DiskBudget, parse_disk
 from outcore.units import parse_bytes
 
-_HOMES = ("device", "host")
+_HOMES = ("device", "host", "disk")
 _ACTIVATIONS = ("keep", "recompute", "offload")
 
 Choice = str | Sequence[str]
@@ -25,6 +26,7 @@ class OffloadOptions:
     device: torch.device
     device_memory_bytes: int | None
     host_memory_bytes: int | None
+    disk: DiskBudget | None
     micro_batch: int | None
     weights: str | tuple[str, ...]
     state: str | tuple[str, ...]
@@ -67,6 +69,7 @@ def planned(plan: Plan, options: dict[str, Any], defaults: dict[str, Any]) -> di
         "dtype": dtype,
         "device_memory": options["device_memory"] or budgets.device_bytes,
         "host_memory": options["host_memory"] or budgets.host_bytes,
+        "disk": options["disk"] or _disk_text(budgets),
         "weights": [block.weights for block in plan.blocks],
         "state": [block.state for block in plan.blocks],
         "edge_state": plan.edge_state,
@@ -77,11 +80,19 @@ def planned(plan: Plan, options: dict[str, Any], defaults: dict[str, Any]) -> di
     }
 
 
+def _disk_text(budgets: Budgets) -> str | None:
+    if budgets.disk_path is None:
+        return None
+    size = "" if budgets.disk_bytes is None else f":{budgets.disk_bytes}"
+    return f"{budgets.disk_path}{size}"
+
+
 def check_options(
     *,
     device: str | torch.device | None,
     device_memory: int | str | None,
     host_memory: int | str | None,
+    disk: str | None,
     micro_batch: int | None,
     weights: Choice,
     state: Choice,
@@ -120,10 +131,12 @@ def check_options(
         device=chosen,
         device_memory_bytes=_bytes(device_memory, "device_memory"),
         host_memory_bytes=_bytes(host_memory, "host_memory"),
+        disk=_disk(disk, weights, state),
         micro_batch=micro_batch,
         weights=weights,
         state=state,
-        edge_state=edge_state or (state if isinstance(state, str) else "host"),
+        # Edges are small, and their gradients come parameter by parameter: never on disk.
+        edge_state=edge_state or ("device" if state == "device" else "host"),
         activations=activations,
         dtype=dtype,
         gradient_dtype=gradient_dtype,
@@ -159,6 +172,35 @@ def _device(device: str | torch.device | None) -> torch.device:
         index = chosen.index if chosen.index is not None else torch.cuda.current_device()
         return torch.device("cuda", index)
     return torch.device("cpu")
+
+
+def _disk(
+    disk: str | None, weights: str | tuple[str, ...], state: str | tuple[str, ...]
+) -> DiskBudget | None:
+    if "disk" not in (weights, state) and "disk" not in (*weights, *state):
+        return None
+    for weight_home, state_home in _pairs(weights, state):
+        if weight_home == "disk" and state_home == "device":
+            raise ValueError(
+                'weights="disk" with state="device" is not possible: keep the weights of a block '
+                "whose state is on the device there or on the host"
+            )
+    if disk is None:
+        raise ValueError(
+            'a home on disk needs a directory for scratch files: pass disk="/mnt/nvme:500GiB"'
+        )
+    return parse_disk(disk)
+
+
+def _pairs(
+    weights: str | tuple[str, ...], state: str | tuple[str, ...]
+) -> Iterator[tuple[str, str]]:
+    length = max(len(choice) if isinstance(choice, tuple) else 1 for choice in (weights, state))
+    for choice in (weights, state):
+        if isinstance(choice, tuple) and len(choice) != length:
+            return  # refused when the number of blocks is known
+    expanded = [c if isinstance(c, tuple) else (c,) * length for c in (weights, state)]
+    yield from zip(*expanded, strict=True)
 
 
 def _bytes(size: int | str | None, what: str) -> int | None:

@@ -14,9 +14,13 @@ from outcore.blocks import Part, find_parts
 from outcore.engine.options import OffloadOptions
 from outcore.errors import UnsupportedModel
 from outcore.kernels import split_master_
+from outcore.optim.backend import MakeDisk
+from outcore.optim.disk_updater import num_staging_buffers
+from outcore.optim.updates import MAX_PIECE_ELEMENTS
 from outcore.store.host_arena import HostArena, aligned_bytes
 from outcore.store.ledger import Ledger
 from outcore.store.spans import SpanLayout
+from outcore.stream.disk_tensors import NUM_AHEAD, DiskShape
 from outcore.stream.unit import Unit
 
 
@@ -80,6 +84,7 @@ def place_units(
     host_ledger: Ledger,
     device_ledger: Ledger,
     source: Source | None = None,
+    make_disk: MakeDisk | None = None,
 ) -> Replaced:
     """Allocate every unit's home, then move the weights into it.
 
@@ -87,9 +92,10 @@ def place_units(
     are replaced, and returned beside what replaced them.
     """
     streamed = [u for u in units if u.weights_home == "host"]
+    on_disk = [u for u in units if u.weights_home == "disk"]
     with_remainder = [u for u in units if _needs_remainder(u, source)]
     pin = options.device.type == "cuda"
-    resident = [u for u in units if u not in streamed]
+    resident = [u for u in units if u.weights_home == "device"]
     device_ledger.take(
         "resident weights",
         sum(u.layout.numel * u.dtype.itemsize for u in resident),
@@ -106,13 +112,24 @@ def place_units(
         if unit in streamed:
             assert arena is not None
             unit.host_weight = arena.span(unit.layout.numel, unit.dtype)
-        else:
+        elif unit.weights_home == "device":
             unit.device_weight = torch.zeros(
                 unit.layout.numel, dtype=unit.dtype, device=options.device
             )
         if unit in with_remainder:
             assert remainders is not None
             unit.remainder = remainders.span(unit.layout.trainable_numel, torch.int16)
+    if on_disk:
+        assert make_disk is not None
+        shapes = [
+            DiskShape(
+                numel=u.layout.numel, dtype=u.dtype, piece_numel=u.piece_numel(MAX_PIECE_ELEMENTS)
+            )
+            for u in on_disk
+        ]
+        disk = make_disk("weights", shapes, 2 * NUM_AHEAD + num_staging_buffers(1))
+        for unit, tensor in zip(on_disk, disk.tensors, strict=True):
+            unit.disk_weight, unit.host_weight = tensor, tensor.mapped
     replaced: Replaced = {}
     for unit in units:
         _move_in(unit, source.values(unit.part) if source is not None else None, replaced)
@@ -133,7 +150,11 @@ def _move_in(unit: Unit, loaded: dict[str, Tensor] | None, replaced: Replaced) -
     """Copy the unit's weights into its home and let its parameters point there."""
     home = unit.host_weight if unit.host_weight is not None else unit.device_weight
     assert home is not None
-    places = unit.layout.separate(home)
+    views = unit.layout.separate(home)
+    # On the way to disk values pass through memory: written to the mapped view, they would pass
+    # through the page cache and then have to be read again.
+    passing = torch.zeros_like(home) if unit.disk_weight is not None else home
+    places = unit.layout.separate(passing)
     for field in unit.layout.fields:
         parameter = unit.parameters[field.name]
         values = loaded[field.name] if loaded is not None else parameter.data
@@ -156,13 +177,16 @@ def _move_in(unit: Unit, loaded: dict[str, Tensor] | None, replaced: Replaced) -
             # memory.
             place.copy_(values.to(place.dtype))
         parameter.grad = None
+        view = views[field.name]
         if not parameter.is_meta:
-            parameter.data = place  # the object stays: whoever holds it sees the new home
+            parameter.data = view  # the object stays: whoever holds it sees the new home
             continue
         owner, leaf = _owner(unit.part.module, field.name)
-        real = nn.Parameter(place, requires_grad=parameter.requires_grad)
+        real = nn.Parameter(view, requires_grad=parameter.requires_grad)
         owner._parameters[leaf] = unit.parameters[field.name] = real
         replaced[id(parameter)] = parameter, real
+    if unit.disk_weight is not None:
+        unit.disk_weight.write(passing)
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:

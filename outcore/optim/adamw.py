@@ -149,7 +149,7 @@ class AdamW(torch.optim.Optimizer):
         for group, entry in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in entry.items() if k != "params"})
         self._step = steps.pop() if steps else 0
-        self._backend.state_replaced()
+        self._backend.state_replaced(self._backend.units)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_backend"):

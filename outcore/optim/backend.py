@@ -13,14 +13,28 @@ import torch
 from torch import Tensor
 
 from outcore.errors import OutcoreError
+from outcore.optim.disk_updater import DiskUpdater, num_staging_buffers
 from outcore.optim.gradient_sinks import PassingSink, WaitingSink
 from outcore.optim.gradients import Gradients
 from outcore.optim.host_updater import HostUpdater
 from outcore.optim.lodgers import Lodgers, Scheduled, lodger_bytes, urgent_chunks
-from outcore.optim.state import UnitState, build_on_device, build_on_host
-from outcore.optim.updates import Chunk, ChunkUpdate, UpdateQueue, chunks_of
+from outcore.optim.state import (
+    UnitState,
+    build_on_device,
+    build_on_disk,
+    build_on_host,
+    disk_shapes,
+)
+from outcore.optim.updates import (
+    MAX_PIECE_ELEMENTS,
+    Chunk,
+    ChunkUpdate,
+    UpdateQueue,
+    chunks_of,
+)
 from outcore.optim.visitor import Visitor, visit_bytes
 from outcore.store.ledger import Ledger
+from outcore.stream.disk_tensors import DiskShape, DiskTensors
 from outcore.stream.lanes import Fence, Lane
 from outcore.stream.unit import Unit
 
@@ -37,6 +51,10 @@ class OptimizerPlacement:
     num_visits: int | None  # chunks with buffers on the device; None: as many as help and fit
 
 
+MakeDisk = Callable[[str, Sequence[DiskShape], int], DiskTensors]
+"""(name, shapes, number of staging buffers) → the tensors of a new scratch file."""
+
+
 class OptimizerBackend:
     """State, gradients and updates of one offloaded model."""
 
@@ -50,7 +68,9 @@ class OptimizerBackend:
         device_ledger: Ledger,
         prefetch: Callable[[], None],
         spare_device_bytes: Callable[[], int],
+        make_disk: MakeDisk | None = None,
     ) -> None:
+        """``make_disk`` makes the tensors of a scratch file, where there is a disk tier."""
         self.all_units = list(units)
         self.units = [unit for unit in units if unit.layout.trainable_numel]
         self.states: dict[int, UnitState] = {}
@@ -62,6 +82,7 @@ class OptimizerBackend:
         self._device_ledger = device_ledger
         self._prefetch = prefetch
         self._spare_device_bytes = spare_device_bytes
+        self._make_disk = make_disk
         self._pin = device.type == "cuda"
         self._waiting: WaitingSink | None = None
         self._queue: UpdateQueue | None = None
@@ -70,6 +91,8 @@ class OptimizerBackend:
         self._visitor: Visitor | None = None
         self._lodgers: Lodgers | None = None
         self._has_settled = False
+        self._disk: DiskTensors | None = None
+        self._disk_updater: DiskUpdater | None = None
         largest = max((unit.layout.trainable_numel for unit in self.units), default=1)
         # Small models get several chunks too: the machinery is the same at every size.
         self.chunks = chunks_of(self.units, min(MAX_CHUNK_ELEMENTS, max(1 << 10, largest // 3)))
@@ -107,10 +130,18 @@ class OptimizerBackend:
     ) -> None:
         on_device = [unit for unit in self.units if unit.state_home == "device"]
         on_host = [unit for unit in self.units if unit.state_home == "host"]
+        on_disk = [unit for unit in self.units if unit.state_home == "disk"]
         built = {
             **build_on_device(on_device, device=self._device, ledger=self._device_ledger),
             **build_on_host(on_host, ledger=self._host_ledger, pin=self._pin),
         }
+        if on_disk:
+            assert self._make_disk is not None
+            shapes = disk_shapes(on_disk, MAX_PIECE_ELEMENTS)
+            self._disk = self._make_disk(
+                "state", shapes, num_staging_buffers(len(shapes) // len(on_disk))
+            )
+            built.update(build_on_disk(on_disk, self._disk))
         self.states = {unit.index: built[unit.index] for unit in self.units}
         copy_out = Lane("copy-out", self._device, hardware="to host")
         copy_back = Lane("copy-back", self._device, hardware="to device")
@@ -149,7 +180,9 @@ class OptimizerBackend:
             wire_dtype=wire_dtype,
             ledger=self._device_ledger,
         )
-        if on_host:
+        if any(unit.is_on_disk for unit in self.units):
+            self._disk_updater = DiskUpdater(refresh=refresh)
+        if any(unit.state_home == "host" and not unit.is_on_disk for unit in self.units):
             self._queue = UpdateQueue()
             self._host = HostUpdater(self._queue, refresh=refresh)
 
@@ -181,8 +214,12 @@ class OptimizerBackend:
             unit.update_queued([*(f for f in unit.pending if not f.is_done), update.weight_ready])
         on_host = []
         for update in updates:
-            if update.chunk.unit.state_home == "device":
+            unit = update.chunk.unit
+            if unit.state_home == "device":
                 self._update_on_device(update)
+            elif unit.is_on_disk:
+                assert self._disk_updater is not None
+                self._disk_updater.push([update])
             elif self._lodgers is not None and update.chunk in self._lodgers:
                 self._lodgers.update(update)
             else:
@@ -208,6 +245,8 @@ class OptimizerBackend:
         """Wait for every update, and bring all state home."""
         if self._queue is not None:
             self._queue.synchronize()
+        if self._disk_updater is not None:
+            self._disk_updater.synchronize()
         if self._lodgers is not None:
             self._lodgers.bring_home()
         for unit in self.units:
@@ -220,6 +259,7 @@ class OptimizerBackend:
             "host": self._host.num_updated if self._host is not None else 0,
             "visiting": self._visitor.num_updated if self._visitor is not None else 0,
             "lodged": self._lodgers.num_updated if self._lodgers is not None else 0,
+            "disk": self._disk_updater.num_updated if self._disk_updater is not None else 0,
         }
 
     @property
@@ -227,8 +267,15 @@ class OptimizerBackend:
         """Seconds that the host's cores have spent updating."""
         return self._host.busy_s if self._host is not None else 0.0
 
-    def state_replaced(self) -> None:
-        """Say that state or weights were written from outside: copies on the device are stale."""
+    def state_replaced(self, units: Sequence[Unit]) -> None:
+        """Say that state or weights were written from outside: copies elsewhere are stale."""
+        for unit in units:
+            if unit.disk_weight is not None:
+                unit.disk_weight.rewrite()
+            if unit.index in self.states:
+                for tensor in self.states[unit.index].on_disk:
+                    if tensor is not None and tensor is not unit.disk_weight:
+                        tensor.rewrite()
         if self._lodgers is not None:
             self._lodgers.forget()
 
@@ -241,6 +288,8 @@ class OptimizerBackend:
         if self._queue is not None:
             for update in self._queue.close():
                 update.fail(OutcoreError("the optimizer was closed before this update"))
+        if self._disk_updater is not None:
+            self._disk_updater.close()
         for lane in self._lanes:
             lane.close()
         if self._host is not None:
@@ -262,7 +311,7 @@ class OptimizerBackend:
         schedule = [
             (chunk, self.states[chunk.unit.index])
             for chunk in self.chunks
-            if chunk.unit.state_home == "host"
+            if chunk.unit.state_home == "host" and not chunk.unit.is_on_disk
         ]
         num_visits = self._placement.num_visits
         if num_visits is None:

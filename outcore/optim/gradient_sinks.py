@@ -61,7 +61,7 @@ class WaitingSink:
         self._chunks = _by_unit(chunks)
         self._visiting: dict[tuple[int, int], tuple[Tensor, Fence]] = {}
         self._homes: dict[int, Tensor] = {}
-        on_host = [unit for unit in units if unit.state_home == "host"]
+        on_host = [unit for unit in units if unit.state_home != "device"]
         if on_host:
             total = sum(aligned_bytes(u.layout.trainable_numel, wire_dtype) for u in on_host)
             arena = HostArena(total, purpose="gradients", ledger=host_ledger, pin=pin)
@@ -149,7 +149,7 @@ class PassingSink:
         self._direct = direct
         self._chunks = _by_unit(chunks)
         self._ring: queue.SimpleQueue[tuple[Tensor, Fence | None]] = queue.SimpleQueue()
-        numel = max((c.numel for c in chunks if c.unit.state_home == "host"), default=0)
+        numel = max((c.numel for c in chunks if c.unit.state_home != "device"), default=0)
         if numel == 0:
             return
         arena = HostArena(

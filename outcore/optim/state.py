@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outcore.store.host_arena import OUT_OF_HOST, HostArena, aligned_bytes
 from outcore.store.ledger import Ledger
+from outcore.stream.disk_tensors import DiskShape, DiskTensor, DiskTensors
 from outcore.stream.unit import Unit
 
 _BUILDERS = 4
@@ -32,6 +33,7 @@ class UnitState:
     remainder: Tensor | None
     exp_avg: Tensor
     exp_avg_sq: Tensor
+    on_disk: tuple[DiskTensor | None, ...] = ()  # as tensors(), which are then mapped views
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return what an update reads and writes, weight first."""
@@ -79,6 +81,7 @@ def _on_host(unit: Unit, num_bytes: int, ledger: Ledger, pin: bool) -> UnitState
         remainder=remainder,
         exp_avg=arena.span(numel, torch.float32),
         exp_avg_sq=arena.span(numel, torch.float32),
+        on_disk=() if unit.disk_weight is None else (unit.disk_weight,),
     )
 
 
@@ -109,5 +112,48 @@ def build_on_device(
             remainder=remainder,
             exp_avg=torch.zeros(numel, dtype=torch.float32, device=device),
             exp_avg_sq=torch.zeros(numel, dtype=torch.float32, device=device),
+        )
+    return states
+
+
+def disk_shapes(units: Sequence[Unit], max_numel: int) -> list[DiskShape]:
+    """Return the tensors that ``build_on_disk`` needs, unit by unit in the order of tensors()."""
+    shapes = []
+    for unit in units:
+        dtypes = [torch.float32, torch.float32]
+        if unit.dtype == torch.bfloat16:
+            dtypes.insert(0, torch.int16)
+        if unit.host_weight is None:
+            dtypes.insert(0, unit.dtype)  # the master of a resident weight
+        numel, piece_numel = unit.layout.trainable_numel, unit.piece_numel(max_numel)
+        shapes += [DiskShape(numel=numel, dtype=d, piece_numel=piece_numel) for d in dtypes]
+    return shapes
+
+
+def build_on_disk(units: Sequence[Unit], disk: DiskTensors) -> dict[int, UnitState]:
+    """Lay the state of ``units`` out over tensors of ``disk_shapes``; by unit."""
+    tensors = iter(disk.tensors)
+    states = {}
+    for unit in units:
+        numel = unit.layout.trainable_numel
+        weight, remainder = unit.disk_weight, None
+        if unit.host_weight is None:
+            assert unit.device_weight is not None
+            weight = next(tensors)
+            weight.write(unit.device_weight[:numel].cpu())
+        if unit.dtype == torch.bfloat16:
+            remainder = next(tensors)
+            if unit.remainder is not None:
+                remainder.write(unit.remainder)
+            unit.remainder = remainder.mapped
+        exp_avg, exp_avg_sq = next(tensors), next(tensors)
+        on_host = unit.host_weight if weight is None else weight.mapped
+        assert on_host is not None
+        states[unit.index] = UnitState(
+            weight=on_host[:numel],
+            remainder=unit.remainder,
+            exp_avg=exp_avg.mapped,
+            exp_avg_sq=exp_avg_sq.mapped,
+            on_disk=(weight, *([remainder] if remainder is not None else []), exp_avg, exp_avg_sq),
         )
     return states

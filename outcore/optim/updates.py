@@ -19,6 +19,7 @@ from outcore.store.spans import ALIGN_ELEMENTS
 from outcore.stream.lanes import Fence
 from outcore.stream.unit import Unit
 
+MAX_PIECE_ELEMENTS = 1 << 24  # of a chunk on disk: four tensors of them are staged at a time
 LAST_URGENT_UNIT = 1  # the embedding and the first block: a forward starts with them
 
 
@@ -125,9 +126,12 @@ def chunks_of(units: Sequence[Unit], max_numel: int) -> list[Chunk]:
         else:
             deliveries = [(field.offset, field.end) for field in unit.layout.trainable]
         for first, last in deliveries:
-            pieces = max(1, -(-(last - first) // max_numel))
-            size = -(-(last - first) // pieces)
-            size = -(-size // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+            if unit.is_on_disk:
+                size = unit.piece_numel(MAX_PIECE_ELEMENTS)
+            else:
+                pieces = max(1, -(-(last - first) // max_numel))
+                size = -(-(last - first) // pieces)
+                size = -(-size // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
             chunks += [
                 Chunk(unit=unit, delivery=first, start=start, end=min(start + size, last))
                 for start in range(first, last, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
 from outcore.errors import OutOfBudget
 from outcore.units import format_bytes
@@ -22,6 +23,16 @@ class Hold:
 
     def __del__(self) -> None:
         self.give_back()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierReport:
+    """One tier's budget, peak and what it holds."""
+
+    tier: str
+    budget_bytes: int | None
+    peak_bytes: int
+    purposes: dict[str, int]
 
 
 class Ledger:
@@ -83,3 +94,13 @@ class Ledger:
         )
         text += f" (already taken: {held})" if held else ""
         return f"{text}. {remedy}".rstrip()
+
+
+def tier_report(ledger: Ledger) -> TierReport:
+    """Return what the books say so far."""
+    return TierReport(
+        tier=ledger.tier,
+        budget_bytes=ledger.budget_bytes,
+        peak_bytes=ledger.peak_bytes,
+        purposes=ledger.peaks(),
+    )

@@ -8,6 +8,7 @@ makes the pieces true again.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from outcore.stream.disk_lanes import DiskLanes
 from outcore.stream.lanes import Fence
 from outcore.stream.staging import StagingPool
 
+NUM_AHEAD = 3  # pieces of weights that are read ahead of their copy to the device
 PIECE_ALIGN = 1 << 19  # elements: whole pages also for one byte to each 128 of them
 
 
@@ -145,6 +147,29 @@ class DiskTensors:
         """End the lanes and delete the file; ``mapped`` stays readable."""
         self._lanes.close()
         self._scratch.close()
+
+
+def copy_from_disk(source: DiskTensor, target: Tensor, device: torch.device) -> None:
+    """Copy a whole tensor from disk to ``target``, on the calling thread's stream there.
+
+    Reads run ahead as far as there are buffers.
+    """
+    pieces = range(source.shape.num_pieces)
+    ahead: deque[tuple[int, Tensor, Fence]] = deque()
+    upcoming = iter(pieces)
+    try:
+        for piece in pieces:
+            while len(ahead) < NUM_AHEAD and (following := next(upcoming, None)) is not None:
+                ahead.append((following, *source.fetch(following)))
+            _, values, here = ahead[0]
+            here.block()
+            start, end = source.shape.bounds(piece)
+            target[start:end].copy_(values, non_blocking=True)
+            ahead.popleft()
+            source.release(values, [Fence.after_compute(device)])
+    finally:
+        for _, values, _ in ahead:
+            source.release(values, [])
 
 
 def _zero(buffer: Tensor) -> None:

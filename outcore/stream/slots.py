@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from outcore.store.ledger import Ledger
+from outcore.stream.disk_tensors import copy_from_disk
 from outcore.stream.lanes import Fence, Lane
 from outcore.stream.order import LearnedOrder, Use
 from outcore.stream.unit import Unit
@@ -156,7 +157,10 @@ class Slots:
         assert home is not None
 
         def copy() -> None:
-            target.copy_(home, non_blocking=True)
+            if unit.disk_weight is not None:
+                copy_from_disk(unit.disk_weight, target, self._device)
+            else:
+                target.copy_(home, non_blocking=True)
 
         # The copy waits for the updates of its source and for the last reader of its target. An
         # abandoned copy into the same slot cannot land after it: a lane keeps its order.

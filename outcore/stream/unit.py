@@ -1,6 +1,6 @@
 """A unit: the parameters of one block or edge, moving as one flat span.
 
-Its weights and its optimizer state each have a home, on the host or on the device. State on the
+Its weights and its optimizer state each have a home: device, host or disk. State on the
 host keeps the master weights there; a unit whose weights live on the device then has both, and the
 update refreshes the device's. ``pending`` are the updates in flight: nothing may read the weights
 before them.
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from outcore.blocks import Part
 from outcore.store.spans import SpanLayout
+from outcore.stream.disk_tensors import PIECE_ALIGN, DiskTensor
 from outcore.stream.lanes import Fence
 
 
@@ -29,9 +30,21 @@ class Unit:
     state_home: str = "host"
     host_weight: Tensor | None = None  # flat, the whole span
     device_weight: Tensor | None = None  # flat, the whole span
+    disk_weight: DiskTensor | None = None  # then host_weight is its mapped view
     remainder: Tensor | None = None  # flat int16, the trainable prefix; what bf16 rounded away
     version: int = 0
     pending: list[Fence] = field(default_factory=list)
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether an update of the unit goes through the disk."""
+        return "disk" in (self.weights_home, self.state_home)
+
+    def piece_numel(self, max_numel: int) -> int:
+        """Return how many elements of a unit on disk travel together; a chunk is one piece."""
+        numel = self.layout.trainable_numel or self.layout.numel
+        size = -(-numel // max(1, -(-numel // max_numel)))
+        return -(-size // PIECE_ALIGN) * PIECE_ALIGN
 
     @property
     def name(self) -> str:

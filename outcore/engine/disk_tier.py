@@ -1,0 +1,40 @@
+"""The disk tier of one engine: a scratch directory, its books, and the files made in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outcore.store.disk_budget import DiskBudget, disk_ledger
+from outcore.store.ledger import Ledger
+from outcore.store.scratch_directory import ScratchDirectory
+from outcore.stream.disk_tensors import DiskShape, DiskTensors
+
+
+class DiskTier:
+    """Opens scratch files under one budget and deletes them all on ``close``."""
+
+    def __init__(self, budget: DiskBudget, *, host_ledger: Ledger, pin: bool) -> None:
+        self.ledger = disk_ledger(budget)
+        self._directory = ScratchDirectory(budget.path)
+        self._host_ledger = host_ledger
+        self._pin = pin
+        self._files: list[DiskTensors] = []
+
+    def make(self, name: str, shapes: Sequence[DiskShape], num_buffers: int) -> DiskTensors:
+        """Make a scratch file with tensors of ``shapes``."""
+        made = DiskTensors(
+            self._directory.path,
+            name,
+            shapes,
+            num_buffers=num_buffers,
+            disk_ledger=self.ledger,
+            host_ledger=self._host_ledger,
+            pin=self._pin,
+        )
+        self._files.append(made)
+        return made
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+        self._directory.close()

@@ -1,0 +1,167 @@
+"""The disk updater: chunks whose weights or state live on disk are read, updated and written back.
+
+Reads of the next chunks run while this one is updated and earlier ones are written: one thread
+conducts, the lanes of the files and the host's cores do the work.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from outcore.errors import OutcoreError
+from outcore.optim.updates import ChunkUpdate
+from outcore.stream.disk_tensors import DiskTensor
+from outcore.stream.lanes import Fence, Lane, injected_delay
+from outcore.stream.recording import recorded
+
+NUM_AHEAD = 2  # chunks that are read ahead of the one that is updated
+
+
+def num_staging_buffers(num_tensors: int) -> int:
+    """Return the buffers of a file with ``num_tensors`` a chunk: read ahead, updated, written."""
+    return num_tensors * (NUM_AHEAD + 2)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Staged:
+    """An update whose tensors are on their way from disk."""
+
+    update: ChunkUpdate
+    piece: int
+    tensors: list[Tensor]  # UnitState.tensors() cut to the chunk; those on disk are in staging
+    fetched: list[tuple[DiskTensor, Tensor, Fence]]
+
+
+class DiskUpdater:
+    """Takes updates in the order of submission."""
+
+    def __init__(self, *, refresh: Lane) -> None:
+        """``refresh``: the lane that brings new weights to units that are resident."""
+        self.num_updated = 0  # elements, since the start
+        self._refresh = refresh
+        # They only wait: for weights to be on disk, and for all of an update.
+        self._weights_written = Lane("disk-weights-written")
+        self._all_written = Lane("disk-all-written")
+        self._queue: queue.SimpleQueue[ChunkUpdate | None] = queue.SimpleQueue()
+        self._last: dict[tuple[int, int], Fence] = {}
+        self._thread = threading.Thread(target=self._run, name="outcore-disk-adamw", daemon=True)
+        self._thread.start()
+
+    def push(self, updates: Sequence[ChunkUpdate]) -> None:
+        for update in updates:
+            self._last[update.chunk.key] = update.done
+            self._queue.put(update)
+
+    def synchronize(self) -> None:
+        """Wait until every update that was pushed is on disk."""
+        for fence in list(self._last.values()):
+            fence.block()
+
+    def close(self) -> None:
+        """Finish what was begun, fail what waits, and end the thread."""
+        self._queue.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=5)
+        self._weights_written.close()
+        self._all_written.close()
+
+    def _run(self) -> None:
+        ahead: deque[_Staged] = deque()
+        while True:
+            while len(ahead) <= NUM_AHEAD:
+                try:
+                    update = self._queue.get(block=not ahead)
+                except queue.Empty:
+                    break
+                if update is None:
+                    self._give_up(ahead)
+                    return
+                try:
+                    ahead.append(_stage(update))
+                except BaseException as error:
+                    update.fail(error)
+                del update  # hold no tensor while idle
+            if ahead:
+                self._run_one(ahead.popleft())
+
+    def _give_up(self, ahead: deque[_Staged]) -> None:
+        error = OutcoreError("the optimizer was closed before this update")
+        for staged in ahead:
+            _release(staged)
+            staged.update.fail(error)
+        while not self._queue.empty():
+            update = self._queue.get()
+            if update is not None:
+                update.fail(error)
+
+    def _run_one(self, staged: _Staged) -> None:
+        update = staged.update
+        try:
+            for fence in update.after:
+                fence.block()
+            for _, _, here in staged.fetched:
+                here.block()
+            injected_delay()
+            with recorded("host cores", update.label):
+                update.apply(staged.tensors, update.gradient())
+        except BaseException as error:
+            _release(staged)
+            update.fail(error)
+            return
+        update.gradient_read(None)
+        self.num_updated += update.chunk.numel
+        self._write_back(staged)
+
+    def _write_back(self, staged: _Staged) -> None:
+        update, chunk, weight = staged.update, staged.update.chunk, staged.tensors[0]
+        resident, read_by = chunk.unit.device_weight, []
+        if resident is not None:
+            target = resident[chunk.start : chunk.end]
+            read_by = [
+                self._refresh.submit(
+                    lambda: _copy(target, weight), after=update.after, fence=update.weight_ready
+                )
+            ]
+        stores = []
+        for tensor, values, _ in staged.fetched:
+            after = read_by if values.data_ptr() == weight.data_ptr() else []
+            stores.append(tensor.store(staged.piece, values, after))
+            if tensor is chunk.unit.disk_weight:
+                self._weights_written.submit(_nothing, after=stores[-1:], fence=update.weight_ready)
+        if resident is None and chunk.unit.disk_weight is None:
+            update.weight_ready.mark_issued()
+        self._all_written.submit(_nothing, after=stores, fence=update.done)
+
+
+def _stage(update: ChunkUpdate) -> _Staged:
+    """Start to read what is on disk of an update's tensors."""
+    chunk = update.chunk
+    tensors, fetched = update.home_tensors(), []
+    for i, tensor in enumerate(update.state.on_disk):
+        if tensor is None:
+            continue
+        piece = chunk.start // tensor.shape.piece_numel
+        assert tensor.shape.bounds(piece)[0] == chunk.start, "a chunk is one piece"
+        values, here = tensor.fetch(piece)
+        fetched.append((tensor, values, here))
+        tensors[i] = values[: chunk.numel]  # a piece of weights may have frozen ones behind
+    return _Staged(update=update, piece=piece, tensors=tensors, fetched=fetched)
+
+
+def _release(staged: _Staged) -> None:
+    for tensor, values, _ in staged.fetched:
+        tensor.release(values, [])
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _nothing() -> None:
+    pass
