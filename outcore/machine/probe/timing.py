@@ -18,8 +18,7 @@ def seconds_per_call(call: Callable[[], object], *, device: torch.device, second
     load count, launching does not. On a CPU the median: what else runs there comes in bursts.
     """
     timed = _cuda_seconds if device.type == "cuda" else _cpu_seconds
-    for _ in range(2):
-        call()
+    call()
     once = max(timed(call, 2), 1e-7)
     num_calls = max(3, min(_MOST_CALLS, round(seconds / once)))
     return max(timed(call, num_calls), 1e-9)
