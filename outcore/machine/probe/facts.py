@@ -43,7 +43,7 @@ def find_facts(device: torch.device) -> Facts:
         num_cores=_num_cores(),
         host_total_bytes=host_total_bytes,
         driver=_driver() if device.type == "cuda" else "",
-        torch_version=torch.__version__,
+        torch_version=str(torch.__version__),  # a subclass of str
         sharing=_sharing(device),
     )
 

@@ -5,6 +5,7 @@ Written to and read from plain JSON values; reading refuses whatever does not fi
 
 from __future__ import annotations
 
+import math
 import typing
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeVar
@@ -110,12 +111,14 @@ class ProbeReport:
     def machine(self) -> Machine:
         """The machine as a planner sees it."""
         large = self.link.pieces[-1]
+        # A disk that is memory adds no room: what lies there is taken from the host.
+        disk = None if self.disk is None or self.disk.is_memory else self.disk
         source = f"measured {self.when} by outcore probe"
         figures: dict[str, Any] = {
             "device_memory_bytes": self.free.device_bytes,
             "host_memory_bytes": self.free.host_bytes,
             "num_cores": self.facts.num_cores,
-            "disk_bytes": self.disk.free_bytes if self.disk else 0,
+            "disk_bytes": disk.free_bytes if disk else 0,
             "to_device_bytes_s": large.to_device_bytes_s,
             "to_host_bytes_s": large.to_host_bytes_s,
             "both_ways_bytes_s": self.link.both_ways_bytes_s,
@@ -123,8 +126,8 @@ class ProbeReport:
             "host_read_bytes_s": self.host.read_bytes_s,
             "host_copy_bytes_s": self.host.copy_bytes_s,
             "host_update_bytes_s": self.host.update_bytes_s,
-            "disk_read_bytes_s": self.disk.read_bytes_s if self.disk else 0.0,
-            "disk_write_bytes_s": self.disk.write_bytes_s if self.disk else 0.0,
+            "disk_read_bytes_s": disk.read_bytes_s if disk else 0.0,
+            "disk_write_bytes_s": disk.write_bytes_s if disk else 0.0,
             "matmul_flops_s": self.device.matmul_flops_s,
             "fp8_matmul_flops_s": self.device.fp8_matmul_flops_s,
             "attention_forward_flops_s": self.device.attention_forward_flops_s,
@@ -154,7 +157,10 @@ class ProbeReport:
         if not isinstance(values, dict) or values.get("format_version") != FORMAT_VERSION:
             raise ValueError(f"not a probe report of format {FORMAT_VERSION}")
         own = {field.name: values.get(field.name) for field in fields(cls)}
-        return _read(cls, own, "report")
+        report = _read(cls, own, "report")
+        if not report.link.pieces:
+            raise ValueError("report.link.pieces is empty")
+        return report
 
 
 def _read(kind: type[_T], values: Any, where: str) -> _T:
@@ -178,7 +184,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return value
     if hasattr(hint, "__dataclass_fields__"):
         return _read(hint, value, where)
-    if hint is float and type(value) in (int, float) and value >= 0:
+    if hint is float and type(value) in (int, float) and 0 < value < math.inf:
         return float(value)
     if hint in (int, str, bool) and type(value) is hint and not (hint is int and value < 0):
         return value

@@ -23,7 +23,8 @@ from .link import measure_link
 from .report import DiskFigures, Facts, FreeMemory, ProbeReport
 from .sizes import ProbeSizes, full_sizes
 
-STEPS = ("link", "host memory", "device", "disk", "GPUDirect Storage")
+# The disk first: what is wrong with a folder that was asked for is said before half a minute passes.
+STEPS = ("disk", "link", "host memory", "device", "GPUDirect Storage")
 Progress = Callable[[str, int, int], None]  # name of the step that begins, its number, of how many
 
 
@@ -81,6 +82,8 @@ def _measure(
         notes.append(
             "no GPU: the CPU is the device, products are in fp32, the link is a copy in host memory"
         )
+    step()
+    disk = _disk(folder, sizes, notes)
     try:
         step()
         link = measure_link(device, sizes)
@@ -98,8 +101,6 @@ def _measure(
             torch.cuda.empty_cache()
     if device.type == "cuda" and not link.is_pinned:
         notes.append("host memory could not be pinned (ulimit -l): all copies are pageable")
-    step()
-    disk = _disk(folder, sizes, notes)
     step()
     gpu_direct_storage = try_gpu_direct_storage(device, folder or default_scratch())
     return ProbeReport(
