@@ -62,7 +62,7 @@ def _probe(console: Console, disk: str | None, refresh: bool) -> ProbeReport:
     with console.status("starting torch"):
         from outcore.machine.probe import probe
     try:
-        with _shown_steps(console) as step:
+        with shown_steps(console) as step:
             return probe(disk=disk, refresh=refresh, progress=step)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--disk") from None
@@ -71,7 +71,7 @@ def _probe(console: Console, disk: str | None, refresh: bool) -> ProbeReport:
 
 
 @contextlib.contextmanager
-def _shown_steps(console: Console) -> Iterator[Step]:
+def shown_steps(console: Console) -> Iterator[Step]:
     """Yield what shows a step: a bar on a terminal, a line each elsewhere."""
     if not console.is_terminal:
         yield lambda name, number, total: console.print(f"measuring {name} ({number} of {total})")

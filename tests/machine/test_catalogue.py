@@ -138,7 +138,7 @@ def test_unknown_names_get_the_close_ones(asked: str, answer: str) -> None:
 
 
 def test_here_is_probed(quick_report: ProbeReport, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named, "here", lambda: quick_report.machine)
+    monkeypatch.setattr(named, "here", lambda progress: quick_report.machine)
     assert machine_named("here").name == "here"
 
 

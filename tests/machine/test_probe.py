@@ -1,7 +1,8 @@
 """The probe on this machine, with small sizes: figures that can be true, and steps in order."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from outcore.machine import Machine, here
 from outcore.machine.probe import QUICK, ProbeReport, probe, run
 from outcore.machine.probe.facts import find_facts, free_memory, probe_device
+from outcore.machine.probe.gpu_direct_storage import WORKS, try_gpu_direct_storage
 from outcore.machine.probe.report import DiskFigures
 from outcore.machine.probe.run import STEPS
 from outcore.machine.probe.timing import seconds_per_call
@@ -73,9 +75,18 @@ def test_steps_are_announced_in_order(tmp_path: Path) -> None:
 def test_here_is_the_kept_report(
     quick_report: ProbeReport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "full_sizes", lambda _: QUICK)
-    first = here()
-    assert here().matmul_flops_s == first.matmul_flops_s
+    steps: list[str] = []
+
+    def measure(*arguments: Any) -> ProbeReport:
+        *_, fingerprint, _, progress = arguments
+        progress("link", 1, 1)
+        return replace(quick_report, fingerprint=fingerprint)
+
+    monkeypatch.setattr(run, "_measure", measure)
+    for _ in range(2):
+        machine = here(progress=lambda name, *_: steps.append(name))
+        assert machine.matmul_flops_s == quick_report.device.matmul_flops_s
+    assert steps == ["link"]  # the second time it was read
 
 
 def test_memory_that_is_free_does_not_exceed_what_there_is() -> None:
@@ -96,8 +107,6 @@ def test_sizes_shrink_on_a_small_machine() -> None:
 
 
 def test_a_disk_in_memory_is_no_disk_to_a_plan(quick_report: ProbeReport) -> None:
-    from dataclasses import replace
-
     disk = quick_report.disk
     assert isinstance(disk, DiskFigures)
     machine = replace(quick_report, disk=replace(disk, is_memory=True)).machine
@@ -118,3 +127,15 @@ def test_a_call_is_timed_by_its_median(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.perf_counter", lambda: elapsed["now"] + 1e-12 * next(clock))
     measured = seconds_per_call(call, device=torch.device("cpu"), seconds=1.0)
     assert measured == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_direct_storage_that_fails_gives_a_reason_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._C, "_gds_register_handle", lambda *_: None, raising=False)
+    reason = try_gpu_direct_storage(torch.device("cuda"), tmp_path)
+    assert "CUDA" in reason
+    assert reason != WORKS
+    assert list(tmp_path.iterdir()) == []
+    assert try_gpu_direct_storage(torch.device("cuda"), tmp_path / "missing") != WORKS

@@ -23,7 +23,7 @@ from .link import measure_link
 from .report import DiskFigures, Facts, FreeMemory, ProbeReport
 from .sizes import ProbeSizes, full_sizes
 
-# The disk first: what is wrong with a folder that was asked for is said before half a minute passes.
+# The disk first: what is wrong with a folder that was asked for is said at once.
 STEPS = ("disk", "link", "host memory", "device", "GPUDirect Storage")
 Progress = Callable[[str, int, int], None]  # name of the step that begins, its number, of how many
 
