@@ -19,21 +19,22 @@ def seconds_per_call(call: Callable[[], object], *, device: torch.device, second
     """
     timed = _cuda_seconds if device.type == "cuda" else _cpu_seconds
     call()
-    once = max(timed(call, 2), 1e-7)
+    once = max(timed(call, 2, seconds), 1e-7)
     num_calls = max(3, min(_MOST_CALLS, round(seconds / once)))
-    return max(timed(call, num_calls), 1e-9)
+    return max(timed(call, num_calls, seconds), 1e-9)
 
 
-def _cpu_seconds(call: Callable[[], object], num_calls: int) -> float:
-    times = []
-    for _ in range(num_calls):
+def _cpu_seconds(call: Callable[[], object], num_calls: int, seconds: float) -> float:
+    times: list[float] = []
+    # A machine that is busy with other things may take far longer than the first calls promised.
+    while len(times) < num_calls and (len(times) < 3 or sum(times) < 2 * seconds):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
-def _cuda_seconds(call: Callable[[], object], num_calls: int) -> float:
+def _cuda_seconds(call: Callable[[], object], num_calls: int, seconds: float) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
