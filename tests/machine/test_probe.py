@@ -61,15 +61,19 @@ def test_a_report_survives_json(quick_report: ProbeReport) -> None:
     assert ProbeReport.from_dict(quick_report.to_dict()) == quick_report
 
 
-def test_steps_are_announced_in_order(tmp_path: Path) -> None:
+def test_steps_are_announced_in_order_and_a_busy_machine_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (10_000.0, 0.0, 0.0))
     seen: list[tuple[str, int, int]] = []
-    probe(
+    report = probe(
         sizes=QUICK,
         disk=tmp_path,
         cache_folder=tmp_path / "cache",
         progress=lambda *step: seen.append(step),
     )
     assert seen == [(name, number, len(STEPS)) for number, name in enumerate(STEPS, 1)]
+    assert "the machine was busy (load 10000.0" in report.notes[0]
 
 
 def test_here_is_the_kept_report(

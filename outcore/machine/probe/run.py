@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -78,6 +79,12 @@ def _measure(
         torch.zeros(1, device=device)  # the context's own memory is taken before free is read
     free = free_memory(device)
     sizes = _that_fit(sizes, free)
+    load = os.getloadavg()[0]  # before the probe's own
+    if load > facts.num_cores / 2:
+        notes.append(
+            f"the machine was busy (load {load:.1f} on {facts.num_cores} cores): figures of the "
+            "host are too low; --refresh when it is quiet"
+        )
     if device.type != "cuda":
         notes.append(
             "no GPU: the CPU is the device, products are in fp32, the link is a copy in host memory"
