@@ -11,7 +11,7 @@ import typer
 from rich import print as rich_print
 
 import outcore
-from outcore.cli import bench, verify
+from outcore.cli import bench, probe, verify
 
 __all__ = ["app", "main"]
 
@@ -23,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("verify")(verify.verify_command)
+app.command("probe")(probe.probe_command)
 app.add_typer(bench.app, name="bench")
 
 

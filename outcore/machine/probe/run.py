@@ -1,0 +1,176 @@
+"""The probe itself: one measurement after the other, or the report that was kept."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+from outcore.errors import OutOfBudget, StoreError
+from outcore.units import format_bytes
+
+from .arithmetic import measure_device
+from .cache import load_report, save_report
+from .disk import default_scratch, free_disk_bytes, measure_disk
+from .facts import find_facts, fingerprint_of, free_memory, probe_device
+from .gpu_direct_storage import try_gpu_direct_storage
+from .host import measure_host
+from .link import measure_link
+from .report import DiskFigures, Facts, FreeMemory, ProbeReport
+from .sizes import ProbeSizes, full_sizes
+
+# The disk first: what is wrong with a folder that was asked for is said at once.
+STEPS = ("disk", "link", "host memory", "device", "GPUDirect Storage")
+Progress = Callable[[str, int, int], None]  # name of the step that begins, its number, of how many
+
+
+def probe(
+    *,
+    disk: str | Path | None = None,
+    refresh: bool = False,
+    sizes: ProbeSizes | None = None,
+    cache_folder: Path | None = None,
+    progress: Progress | None = None,
+) -> ProbeReport:
+    """Return what this machine can do: the report that was kept, or a new one (under a minute).
+
+    ``disk`` is the folder whose disk is measured; without it, a kept report serves with whatever
+    disk it has. Free memory is looked up anew each time. ``refresh`` measures everything again.
+    """
+    device = probe_device()
+    sizes = sizes or full_sizes(device.type)
+    folder = _folder(disk)
+    facts = find_facts(device)
+    fingerprint = fingerprint_of(facts, sizes)
+    kept = None if refresh else load_report(fingerprint, cache_folder)
+    if kept is None:
+        report = _measure(device, sizes, facts, fingerprint, folder, progress or _silent)
+        save_report(report, cache_folder)
+        return report
+    if folder is not None and (kept.disk is None or kept.disk.path != str(folder.resolve())):
+        (progress or _silent)("disk", 1, 1)
+        kept = replace(kept, disk=measure_disk(folder, sizes))
+        save_report(kept, cache_folder)
+    return replace(kept, free=free_memory(device), disk=_with_free_bytes_now(kept.disk))
+
+
+def _measure(
+    device: torch.device,
+    sizes: ProbeSizes,
+    facts: Facts,
+    fingerprint: str,
+    folder: Path | None,
+    progress: Progress,
+) -> ProbeReport:
+    start = time.perf_counter()
+    notes: list[str] = []
+    begin = iter(STEPS)
+
+    def step() -> None:
+        name = next(begin)
+        progress(name, STEPS.index(name) + 1, len(STEPS))
+
+    if device.type == "cuda":
+        torch.zeros(1, device=device)  # the context's own memory is taken before free is read
+    free = free_memory(device)
+    sizes = _that_fit(sizes, free)
+    load = os.getloadavg()[0]  # before the probe's own
+    if load > facts.num_cores / 2:
+        notes.append(
+            f"the machine was busy (load {load:.1f} on {facts.num_cores} cores): figures of the "
+            "host are too low; --refresh when it is quiet"
+        )
+    if device.type != "cuda":
+        notes.append(
+            "no GPU: the CPU is the device, products are in fp32, the link is a copy in host memory"
+        )
+    step()
+    disk = _disk(folder, sizes, notes)
+    try:
+        step()
+        link = measure_link(device, sizes)
+        step()
+        host = measure_host(sizes)
+        step()
+        device_figures = measure_device(device, sizes, note=notes.append)
+    except torch.OutOfMemoryError as error:
+        raise OutOfBudget(
+            f"the probe ran out of device memory ({format_bytes(free.device_bytes)} were free); "
+            "stop other programs on the device and run it again"
+        ) from error
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if device.type == "cuda" and not link.is_pinned:
+        notes.append("host memory could not be pinned (ulimit -l): all copies are pageable")
+    step()
+    gpu_direct_storage = try_gpu_direct_storage(device, folder or default_scratch())
+    return ProbeReport(
+        fingerprint=fingerprint,
+        when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        seconds=round(time.perf_counter() - start, 3),
+        facts=facts,
+        free=free,
+        link=link,
+        host=host,
+        disk=disk,
+        device=device_figures,
+        gpu_direct_storage=gpu_direct_storage,
+        notes=tuple(notes),
+    )
+
+
+def _disk(folder: Path | None, sizes: ProbeSizes, notes: list[str]) -> DiskFigures | None:
+    """Measure the folder that was asked for, or a default one, whose failure is only noted."""
+    try:
+        disk = measure_disk(folder or default_scratch(), sizes)
+    except StoreError as error:
+        if folder is not None:
+            raise
+        notes.append(f"the disk was not measured: {error}")
+        return None
+    if disk.is_memory:
+        notes.append(f"{disk.path} is {disk.file_system}: memory, not a disk")
+    elif not disk.is_direct:
+        notes.append(f"{disk.path} ({disk.file_system}) has no O_DIRECT: buffered, then synced")
+    return disk
+
+
+def _folder(disk: str | Path | None) -> Path | None:
+    if disk is None:
+        return None
+    folder = Path(disk).expanduser()
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no directory; name one on the disk that is to be measured")
+    return folder
+
+
+def _that_fit(sizes: ProbeSizes, free: FreeMemory) -> ProbeSizes:
+    """Take at most about a fourth of what is free, so that a small machine is probed too."""
+    host_part, device_part = free.host_bytes // 8, free.device_bytes // 8
+    pieces = [size for size in sizes.copy_piece_bytes if size <= min(host_part, device_part)]
+    return replace(
+        sizes,
+        copy_piece_bytes=tuple(pieces) or sizes.copy_piece_bytes[:1],
+        host_bytes=min(sizes.host_bytes, host_part),
+        update_params=min(sizes.update_params, host_part // 14),
+        device_bytes=min(sizes.device_bytes, device_part),
+    )
+
+
+def _with_free_bytes_now(disk: DiskFigures | None) -> DiskFigures | None:
+    if disk is None:
+        return None
+    try:
+        return replace(disk, free_bytes=free_disk_bytes(Path(disk.path)))
+    except OSError:  # the folder is gone
+        return None
+
+
+def _silent(name: str, number: int, total: int) -> None:
+    pass

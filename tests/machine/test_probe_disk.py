@@ -1,0 +1,131 @@
+"""The disk: real figures, helpful refusals, and never a file left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from outcore.errors import StoreError
+from outcore.machine.probe import QUICK, disk, probe
+from outcore.machine.probe.disk import default_scratch, file_system_of, measure_disk
+
+ROOT = Path(__file__).parents[2]
+
+# Writes for half a minute, and says when it has begun.
+ENDLESS = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from outcore.machine.probe import QUICK, disk
+
+def write(file, buffer, offset):
+    print("writing", flush=True)
+    import time
+    time.sleep(0.05)
+    return len(buffer)
+
+disk._write = write
+disk.measure_disk(Path(sys.argv[1]), replace(QUICK, disk_s=30.0, disk_bytes=2**31))
+"""
+
+
+def test_a_disk_is_read_and_written(tmp_path: Path) -> None:
+    figures = measure_disk(tmp_path, QUICK)
+    assert figures.path == str(tmp_path.resolve())
+    assert figures.read_bytes_s > 1e6
+    assert figures.write_bytes_s > 1e6
+    assert figures.free_bytes > 0
+    assert figures.file_system == file_system_of(tmp_path) != "unknown"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no tmpfs")
+def test_memory_is_reported_as_such() -> None:
+    figures = measure_disk(Path("/dev/shm"), QUICK)
+    assert figures.is_memory
+    assert not figures.is_direct
+    assert figures.file_system == "tmpfs"
+
+
+def test_without_direct_access_it_is_buffered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open = os.open
+
+    def refuse_direct(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real_open(path, flags, mode)
+
+    monkeypatch.setattr(disk.os, "open", refuse_direct)
+    figures = measure_disk(tmp_path, QUICK)
+    assert not figures.is_direct
+    assert figures.read_bytes_s > 1e6
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_no_file_is_left_however_it_ends(how: signal.Signals, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDLESS, str(tmp_path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("writing")
+        process.send_signal(how)
+        start = time.monotonic()
+        process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert time.monotonic() - start < 10  # the threads did not go on to the end
+    assert process.returncode != 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_refused_with_its_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "free_disk_bytes", lambda _: 5 << 20)
+    with pytest.raises(StoreError, match=r"5\.0 MiB are free.*takes 16\.0 MiB; --disk"):
+        measure_disk(tmp_path, QUICK)
+
+
+def test_errors_of_the_disk_name_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk, "_write", full)
+    with pytest.raises(StoreError, match=f"{tmp_path}: No space left"):
+        measure_disk(tmp_path, QUICK)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_default_disk_that_fails_is_only_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "free_disk_bytes", lambda _: 0)
+    report = probe(sizes=QUICK, cache_folder=tmp_path)
+    assert report.disk is None
+    assert any("disk was not measured" in note for note in report.notes)
+    assert report.machine.disk_bytes == 0
+    with pytest.raises(StoreError):
+        probe(sizes=QUICK, cache_folder=tmp_path, disk=tmp_path)
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no directory"):
+        probe(sizes=QUICK, disk=tmp_path / "missing")
+
+
+def test_the_default_is_a_folder_that_can_be_written() -> None:
+    assert os.access(default_scratch(), os.W_OK)
