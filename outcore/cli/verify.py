@@ -56,6 +56,12 @@ def verify_command(
     micro_batch: Annotated[
         int, typer.Option(min=1, help="Sequences that a block works on at a time.")
     ] = 2,
+    disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH", help="A directory for scratch files: adds placements with a disk tier."
+        ),
+    ] = None,
     json_file: Annotated[
         str | None,
         typer.Option("--json", metavar="FILE", help="Write the result as JSON; - for stdout."),
@@ -80,13 +86,13 @@ def verify_command(
         chosen_device = _start_torch(device)
         source = _find_model(model, layers)
         _refuse_too_large(source, chosen_device)
-        job = _make_job(chosen_device, dtype, steps, sequences, seq_len, micro_batch)
+        job = _make_job(chosen_device, dtype, steps, sequences, seq_len, micro_batch, disk)
         facts = machine_facts()
     report = _describe(source, job, facts)
     _print_header(console, source, job, facts)
     try:
         passed = _run(console, source, job, report)
-    except OutcoreError as error:
+    except (OutcoreError, ValueError) as error:
         stop(str(error))
     write_json(report, json_file)
     if not passed:
@@ -147,6 +153,7 @@ def _make_job(
     sequences: int,
     seq_len: int,
     micro_batch: int,
+    disk: str | None,
 ) -> VerifyJob:
     import torch
 
@@ -161,6 +168,7 @@ def _make_job(
         sequences=sequences,
         seq_len=seq_len,
         micro_batch=min(micro_batch, sequences),
+        disk=disk,
     )
 
 
@@ -188,12 +196,19 @@ def _print_header(
 
 def _run(console: Console, source: ModelSource, job: VerifyJob, report: dict[str, Any]) -> bool:
     """Fill the table and the report; return whether everything is as it should be."""
-    from outcore.verify import RESIDENT, check_against_plain_torch, placements, train, verify
+    from outcore.verify import (
+        RESIDENT,
+        check_against_plain_torch,
+        disk_placements,
+        placements,
+        train,
+        verify,
+    )
 
     def make() -> Any:
         return source.make(job.device)
 
-    chosen = placements()
+    chosen = placements() + (disk_placements() if job.disk is not None else [])
     table = VerifyTable([placement.name for placement in chosen])
     report["placements"] = []
     with shown_while_filled(table, console):

@@ -38,6 +38,7 @@ class VerifyJob:
     weight_decay: float = 0.1
     max_grad_norm: float | None = 1.0
     seed: int = 0
+    disk: str | None = None  # a directory for scratch files, for placements that need one
     options: dict[str, Any] = field(default_factory=dict)  # of offload, for every placement
 
 
@@ -119,6 +120,24 @@ def placements(max_delay_s: float = 0.05) -> list[Placement]:
     ]
 
 
+def disk_placements(max_delay_s: float = 0.05) -> list[Placement]:
+    """Return the placements over three tiers, for jobs that name a disk."""
+    return [
+        Placement(name="state on disk", options={"state": "disk", "activations": "recompute"}),
+        Placement(name="weights and state on disk", options={"weights": "disk", "state": "disk"}),
+        Placement(
+            name="three tiers, random delays",
+            options={"num_slots": 2, "num_visits": 2},
+            cycles={
+                "weights": ("disk", "host", "device"),
+                "state": ("disk", "disk", "host"),
+                "activations": ("offload", "keep", "recompute"),
+            },
+            max_delay_s=max_delay_s,
+        ),
+    ]
+
+
 def verify(
     make_model: ModelFactory,
     job: VerifyJob,
@@ -155,7 +174,7 @@ def train(make_model: ModelFactory, placement: Placement, job: VerifyJob) -> Tra
     torch.manual_seed(job.seed)
     model = make_model().train()
     num_blocks = sum(part.is_block for part in find_parts(model))
-    options = {**job.options, **placement.options}
+    options = {"disk": job.disk, **job.options, **placement.options}
     for name, cycle in placement.cycles.items():
         options[name] = [cycle[i % len(cycle)] for i in range(num_blocks)]
     model = outcore.offload(

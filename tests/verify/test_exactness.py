@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,13 @@ import outcore
 from outcore.stream.lanes import injected_delays
 from outcore.stream.slots import Slots
 from outcore.stream.unit import Unit
-from outcore.verify import VerifyJob, compare_with_plain_torch, placements, verify
+from outcore.verify import (
+    VerifyJob,
+    compare_with_plain_torch,
+    disk_placements,
+    placements,
+    verify,
+)
 from outcore.verify.exactness import RESIDENT, Placement, batches, param_groups, train
 
 VOCAB = 97
@@ -94,6 +101,14 @@ def test_every_placement_has_the_bits_of_the_resident_run(name: str) -> None:
     for comparison in verify(MODELS[name], VerifyJob(steps=20), chosen):
         assert comparison.num_tensors > 60
         assert comparison.is_exact, f"{comparison.name}: {comparison.differing[:5]}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_disk_tier_does_not_show(name: str, tmp_path: Path) -> None:
+    job = VerifyJob(steps=8, disk=str(tmp_path))
+    for comparison in verify(MODELS[name], job, disk_placements(max_delay_s=0.003)):
+        assert comparison.is_exact, f"{comparison.name}: {comparison.differing[:5]}"
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5"])

@@ -1,0 +1,217 @@
+"""Blocks whose weights or state live on disk: the same results, true views, clear errors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import BY_NAME
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import outcore
+from outcore.errors import LaneError, StoreError
+from outcore.stream.disk_tensors import PIECE_ALIGN
+from outcore.stream.unit import Unit
+
+BOTH = {"weights": "disk", "state": "disk"}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "scratch"
+    path.mkdir()
+    yield path
+    assert list(path.iterdir()) == [], "scratch files are left behind"
+
+
+def make(disk: Path | None, **options: Any) -> Any:
+    model = BY_NAME["llama"].make().train()
+    return outcore.offload(model, device="cpu", disk=None if disk is None else str(disk), **options)
+
+
+def loss_of(model: Any, seed: int) -> Tensor:
+    ids = torch.randint(0, 90, (4, 8), generator=torch.Generator().manual_seed(seed))
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def scratch_file(disk: Path, name: str) -> Path:
+    (path,) = disk.glob(f"*/{name}.scratch")
+    return path
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"state": "disk"},
+        {"weights": "disk"},
+        BOTH,
+        {"weights": "device", "state": "disk"},
+        {"weights": ["disk", "host", "device"], "state": ["host", "disk", "disk"]},
+    ],
+    ids=["state", "weights", "both", "resident", "mixed"],
+)
+@pytest.mark.parametrize("passing", [False, True])
+def test_the_same_losses_and_state(disk: Path, options: dict[str, Any], passing: bool) -> None:
+    def run(disk: Path | None, **options: Any) -> tuple[list[float], dict[Any, Tensor]]:
+        model = make(disk, **options)
+        optimizer = outcore.AdamW(model, lr=1e-2, update_during_backward=passing)
+        losses = train(model, optimizer, range(4))
+        tensors: dict[Any, Tensor] = {k: v.clone() for k, v in model.state_dict().items()}
+        for index, entry in optimizer.state_dict()["state"].items():
+            tensors |= {(index, name): value.clone() for name, value in entry.items()}
+        outcore.release(model)
+        return losses, tensors
+
+    losses, tensors = run(None)
+    found_losses, found = run(disk, **options)
+    assert found_losses == losses
+    assert [name for name in tensors if not torch.equal(tensors[name], found[name])] == []
+
+
+def test_blocks_of_several_pieces(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = LlamaConfig(
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=97,
+    )
+
+    def run(**options: Any) -> tuple[list[float], list[Tensor]]:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).train()
+        model = outcore.offload(model, device="cpu", **options)
+        optimizer = outcore.AdamW(model, lr=1e-3, max_grad_norm=1.0)
+        losses = train(model, optimizer, range(3))
+        weights = [parameter.detach().clone() for parameter in model.state_dict().values()]
+        outcore.release(model)
+        return losses, weights
+
+    losses, weights = run()
+    monkeypatch.setattr(Unit, "piece_numel", lambda *_: PIECE_ALIGN)
+    found_losses, found = run(disk=str(disk), **BOTH)
+    assert found_losses == losses
+    assert all(torch.equal(a, b) for a, b in zip(weights, found, strict=True))
+
+
+def test_saving_and_resuming(disk: Path, tmp_path: Path) -> None:
+    model = make(disk, **BOTH)
+    optimizer = outcore.AdamW(model, lr=1e-2)
+    train(model, optimizer, range(2))
+    model.save_pretrained(tmp_path / "saved")
+    state = optimizer.state_dict()
+    state["state"] = {
+        index: {name: tensor.clone() for name, tensor in entry.items()}
+        for index, entry in state["state"].items()
+    }
+    expected = train(model, optimizer, range(2, 5))
+    outcore.release(model)
+    del model, optimizer
+    model = outcore.load(tmp_path / "saved", device="cpu", disk=str(disk), **BOTH).train()
+    model.set_attn_implementation("eager")  # as the first model's
+    optimizer = outcore.AdamW(model, lr=1e-2)
+    optimizer.load_state_dict(state)
+    assert train(model, optimizer, range(2, 5)) == expected
+    outcore.release(model)
+
+
+def test_parameters_can_be_read_and_written(disk: Path) -> None:
+    def run(disk: Path | None, **options: Any) -> list[float]:
+        model = make(disk, **options)
+        optimizer = outcore.AdamW(model, lr=1e-2)
+        losses = train(model, optimizer, range(2))
+        outcore.synchronize(model)
+        weight = model.model.layers[1].mlp.up_proj.weight
+        losses.append(float(weight.detach().double().sum()))
+        with torch.no_grad():
+            weight.mul_(0.5)
+        losses += train(model, optimizer, range(2, 4))
+        outcore.release(model)
+        return losses
+
+    assert run(None) == run(disk, **BOTH)
+
+
+def test_frozen_blocks_have_weights_on_disk_and_no_state(disk: Path) -> None:
+    def run(disk: Path | None, **options: Any) -> list[float]:
+        model = BY_NAME["llama"].make().train()
+        for parameter in model.model.layers[0].parameters():
+            parameter.requires_grad = False
+        model.model.layers[1].mlp.requires_grad_(False)
+        model = outcore.offload(
+            model, device="cpu", disk=None if disk is None else str(disk), **options
+        )
+        optimizer = outcore.AdamW(model, lr=1e-2)
+        losses = train(model, optimizer, range(3))
+        outcore.release(model)
+        return losses
+
+    assert run(None) == run(disk, **BOTH)
+
+
+def test_a_directory_and_room_are_needed(disk: Path, tmp_path: Path) -> None:
+    model = BY_NAME["llama"].make()
+    with pytest.raises(ValueError, match=r'disk="/mnt/nvme:500GiB"'):
+        outcore.offload(model, device="cpu", **BOTH)
+    with pytest.raises(ValueError, match="not a directory"):
+        outcore.offload(model, device="cpu", disk=str(tmp_path / "none") + ":1GiB", **BOTH)
+    with pytest.raises(outcore.OutOfBudget, match="scratch weights"):
+        outcore.offload(model, device="cpu", disk=f"{disk}:8KiB", **BOTH)
+    with pytest.raises(ValueError, match=r'weights="disk" with state="device"'):
+        outcore.offload(model, device="cpu", disk=str(disk), weights="disk", state="device")
+    outcore.release(outcore.offload(model, device="cpu"))
+
+
+@pytest.mark.parametrize("name", ["weights", "state"])
+@pytest.mark.parametrize("fault", ["deleted", "cut", "flipped"])
+def test_a_file_that_is_harmed_ends_the_step_with_its_name(
+    disk: Path, name: str, fault: str
+) -> None:
+    model = make(disk, **BOTH)
+    optimizer = outcore.AdamW(model, lr=1e-2)
+    train(model, optimizer, range(2))
+    outcore.synchronize(model)
+    path = scratch_file(disk, name)
+    if fault == "deleted":
+        path.unlink()
+    elif fault == "cut":
+        os.truncate(path, 4096)
+    else:
+        with path.open("r+b") as file:
+            file.seek(5000)
+            byte = file.read(1)
+            file.seek(5000)
+            file.write(bytes([byte[0] ^ 4]))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def go_on() -> None:
+        train(model, optimizer, range(2, 6))
+        outcore.synchronize(model)
+
+    with pytest.raises(LaneError) as caught:
+        go_on()
+    causes: list[BaseException | None] = [caught.value]
+    while causes[-1] is not None:
+        causes.append(causes[-1].__cause__)
+    (store_error,) = (error for error in causes if isinstance(error, StoreError))
+    assert str(path) in str(store_error)
+    outcore.engine_of(model).close()
