@@ -1,0 +1,105 @@
+"""Plans and machines made by hand, for tests that need one and no planner."""
+
+from dataclasses import replace
+from typing import Any
+
+from outcore.machine.machine import Machine
+from outcore.plan.plan import BlockPlan, Budgets, Job, Plan, Prediction, Span
+
+GIB = 2**30
+
+
+def make_timeline(num_blocks: int = 28, block_s: float = 0.04) -> tuple[Span, ...]:
+    """A step as the engine runs it: weights a block ahead, gradients behind, updates after."""
+    spans = []
+    for i in range(2 * num_blocks):
+        is_forward = i < num_blocks
+        block = i if is_forward else 2 * num_blocks - 1 - i
+        word, scale = ("forward", 1.0) if is_forward else ("backward", 2.5)
+        start = block_s * (i if is_forward else num_blocks + 2.5 * (i - num_blocks))
+        end = start + block_s * scale
+        spans.append(Span(lane="compute", name=f"{word} {block}", start_s=start, end_s=end))
+        spans.append(
+            Span(lane="to device", name=f"weights {block}", start_s=start, end_s=start + 0.02)
+        )
+        if not is_forward:
+            spans.append(
+                Span(lane="to host", name=f"gradient {block}", start_s=end, end_s=end + 0.02)
+            )
+        else:
+            spans.append(
+                Span(lane="host cores", name=f"update {block}", start_s=start, end_s=start + 0.035)
+            )
+    return tuple(spans)
+
+
+def make_plan(**changes: Any) -> Plan:
+    """Qwen2.5-7B on an H200 with 24 GiB allowed, with plausible figures."""
+    recomputed = BlockPlan(weights="host", state="host", activations="recompute")
+    blocks = (
+        *[BlockPlan(weights="device", state="device", activations="recompute")] * 2,
+        *[recomputed] * 20,
+        *[BlockPlan(weights="host", state="host", activations="keep")] * 6,
+    )
+    plan = Plan(
+        model="qwen2.5-7b",
+        machine="h200-pcie5",
+        job=Job(tokens=32768, seq_len=2048, budgets=Budgets(device_bytes=24 * GIB)),
+        blocks=blocks,
+        edge_state="host",
+        micro_batch=4,
+        num_slots=3,
+        num_visits=2,
+        peak_bytes={
+            "device": {
+                "edge weights": 2 * GIB,
+                "slots": 3 * GIB // 2,
+                "block inputs": 6 * GIB,
+                "kept activations": 11 * GIB,
+                "gradient buffers": 2 * GIB,
+            },
+            "host": {"weights": 13 * GIB, "optimizer state": 71 * GIB, "gradients": 13 * GIB},
+        },
+        prediction=Prediction(
+            step_s=4.1,
+            tokens_per_s=32768 / 4.1,
+            tflops=372.0,
+            busy_s={
+                "compute": 3.4,
+                "to device": 1.12,
+                "to host": 0.56,
+                "host cores": 1.9,
+            },
+            binding_lane="host cores",
+            hiding_tokens=45_000,
+            timeline=make_timeline(),
+        ),
+    )
+    return replace(plan, **changes)
+
+
+def make_machine(**changes: Any) -> Machine:
+    """The H200 box of the project's figures."""
+    machine = Machine(
+        name="h200-pcie5",
+        device_name="NVIDIA H200",
+        device_memory_bytes=140 * GIB,
+        host_memory_bytes=125 * GIB,
+        num_cores=16,
+        disk_bytes=64 * GIB,
+        to_device_bytes_s=55e9,
+        to_host_bytes_s=55e9,
+        both_ways_bytes_s=50e9,
+        pageable_bytes_s=6.7e9,
+        host_read_bytes_s=91e9,
+        host_copy_bytes_s=73e9,
+        host_update_bytes_s=117e9,
+        disk_read_bytes_s=3.4e9,
+        disk_write_bytes_s=2e9,
+        matmul_flops_s=770e12,
+        attention_forward_flops_s=609e12,
+        attention_backward_flops_s=501e12,
+        device_memory_bytes_s=4e12,
+        price_per_hour=3.5,
+    )
+    return replace(machine, **changes)
