@@ -9,27 +9,25 @@ from outcore.plan.plan import BlockPlan, Budgets, Job, Plan, Prediction, Span
 GIB = 2**30
 
 
-def make_timeline(num_blocks: int = 28, block_s: float = 0.04) -> tuple[Span, ...]:
-    """A step as the engine runs it: weights a block ahead, gradients behind, updates after."""
+def make_timeline(num_blocks: int = 28) -> tuple[Span, ...]:
+    """A step as the engine runs it: the forward waits for updates, the backward for nothing."""
+    update_s, forward_s, backward_s, copy_s = 0.0597, 0.0347, 0.0867, 0.02
     spans = []
-    for i in range(2 * num_blocks):
-        is_forward = i < num_blocks
-        block = i if is_forward else 2 * num_blocks - 1 - i
-        word, scale = ("forward", 1.0) if is_forward else ("backward", 2.5)
-        start = block_s * (i if is_forward else num_blocks + 2.5 * (i - num_blocks))
-        end = start + block_s * scale
-        spans.append(Span(lane="compute", name=f"{word} {block}", start_s=start, end_s=end))
-        spans.append(
-            Span(lane="to device", name=f"weights {block}", start_s=start, end_s=start + 0.02)
-        )
-        if not is_forward:
-            spans.append(
-                Span(lane="to host", name=f"gradient {block}", start_s=end, end_s=end + 0.02)
-            )
-        else:
-            spans.append(
-                Span(lane="host cores", name=f"update {block}", start_s=start, end_s=start + 0.035)
-            )
+
+    def add(lane: str, name: str, start_s: float, took_s: float) -> None:
+        spans.append(Span(lane=lane, name=name, start_s=start_s, end_s=start_s + took_s))
+
+    for block in range(num_blocks):
+        start_s = block * update_s
+        add("host cores", f"update {block}", start_s, update_s)
+        add("to device", f"weights {block}", start_s + update_s - copy_s, copy_s)
+        add("compute", f"forward {block}", start_s + update_s - forward_s, forward_s)
+    for index in range(num_blocks):
+        block = num_blocks - 1 - index
+        start_s = num_blocks * update_s + index * backward_s
+        add("to device", f"weights {block}", start_s - copy_s / 2, copy_s)
+        add("compute", f"backward {block}", start_s, backward_s)
+        add("to host", f"gradient {block}", start_s + backward_s - copy_s, copy_s)
     return tuple(spans)
 
 
@@ -68,7 +66,7 @@ def make_plan(**changes: Any) -> Plan:
                 "compute": 3.4,
                 "to device": 1.12,
                 "to host": 0.56,
-                "host cores": 1.9,
+                "host cores": 1.67,
             },
             binding_lane="host cores",
             hiding_tokens=45_000,

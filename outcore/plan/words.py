@@ -210,4 +210,4 @@ def memory_sentence(tier: str, used: int, budget: int | None) -> str:
         return f"{tier}: {format_bytes(used)} at the peak"
     share = used / budget
     over = ", over budget" if used > budget else ""
-    return f"{tier}: {format_bytes(used)} at the peak of {format_bytes(budget)} ({share:.0%}{over})"
+    return f"{tier}: {format_bytes(used)} of {format_bytes(budget)} at the peak ({share:.0%}{over})"
