@@ -28,7 +28,8 @@ class SmallerBudget:
         """Return what it would cost against ``plan``."""
         size = format_bytes(self.device_bytes)
         if self.plan is None:
-            return f"With {size} of device memory it does not fit. {self.refusal}".rstrip()
+            reason = self.refusal[:1].upper() + self.refusal[1:]
+            return f"With {size} of device memory it does not fit. {reason}".rstrip()
         before_s, after_s = plan.prediction.step_s, self.plan.prediction.step_s
         if before_s <= 0:
             return f"With {size} of device memory a step takes {after_s:.2f} s."

@@ -27,7 +27,8 @@ def test_the_command_line_starts_without_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [["--help"], ["verify", "--help"], ["bench", "train", "--help"]]
+    "command",
+    [["--help"], ["plan", "--help"], ["verify", "--help"], ["bench", "train", "--help"]],
 )
 def test_help_shows_an_example(command: list[str]) -> None:
     result = CliRunner().invoke(app, command)
