@@ -163,7 +163,8 @@ def assumption_sentences(comparison: Comparison) -> list[str]:
         f"({format_bytes(comparison.activation_bytes)}) and uses {assume.usable_share:.0%} of its "
         "memory.",
         f"A lone GPU computes as fast as this plan's compute lane; sharded ones reach "
-        f"{assume.sharded_efficiency:.0%} of that each, with a fast link between them.",
+        f"{assume.sharded_efficiency:.0%} of that each, given a fast link between them (NVLink); "
+        "over PCIe alone they are slower.",
     ]
     if comparison.offload.num_gpus > 1:
         sentences.append(
