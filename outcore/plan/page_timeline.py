@@ -87,10 +87,10 @@ def timeline(title: str, spans: Sequence[Span], total_s: float) -> str:
     return (
         f'<div class="timeline"><h3>{text(title)}</h3><div class="rows">'
         f'<div class="names">{"".join(names)}</div>'
-        f'<div class="plot" tabindex="0" role="img" style="height:{height}px" '
-        f'data-total-seconds="{total_s!r}" '
-        f'aria-label="{text(f"{title}, {total_s:.2f} s: {described}")}">'
-        f'<svg viewBox="0 0 {WIDE} {height}" preserveAspectRatio="none" '
+        f'<div class="plot" tabindex="0" role="group" style="height:{height}px" '
+        f'data-total-seconds="{total_s!r}" aria-label="{text(title)} timeline; + and − zoom">'
+        f'<svg viewBox="0 0 {WIDE} {height}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{text(f"{title}, {total_s:.2f} s: {described}")}" '
         f'xmlns="http://www.w3.org/2000/svg">{"".join(shapes)}</svg>{"".join(marks)}</div>'
         f'<div></div><div class="axis" aria-hidden="true">{ticks}</div></div></div>'
     )
