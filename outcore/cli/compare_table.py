@@ -12,6 +12,7 @@ from outcore.plan.compare import (
     Way,
     assumption_sentences,
     format_duration,
+    format_tokens,
     verdict_sentences,
 )
 
@@ -19,7 +20,7 @@ from outcore.plan.compare import (
 def comparison_report(comparison: Comparison) -> RenderableType:
     """Return the table, the verdict and the assumptions behind it."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column(f"{comparison.train_tokens:.3g} tokens", no_wrap=True)
+    table.add_column(f"{format_tokens(comparison.train_tokens)} tokens", no_wrap=True)
     for header in ("GPUs", "tokens/s", "time", "money"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_row("offloading", *_cells(comparison.offload))

@@ -249,3 +249,11 @@ def format_duration(seconds: float) -> str:
         if seconds < limit:
             return f"{seconds / size:,.{0 if size == 1 else 1}f} {unit}"
     return f"{seconds / (365.25 * _DAY_S):,.1f} years"
+
+
+def format_tokens(tokens: float) -> str:
+    """Return a number of tokens as people write it: 32768, 250 M, 1.5 B, 15 T."""
+    for size, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M")):
+        if tokens >= size:
+            return f"{tokens / size:,.4g}{unit}"
+    return f"{tokens:.0f}"

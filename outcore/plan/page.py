@@ -15,6 +15,7 @@ from outcore.plan.compare import (
     Way,
     assumption_sentences,
     format_duration,
+    format_tokens,
     verdict_sentences,
 )
 from outcore.plan.page_memory import memory_bars
@@ -181,7 +182,13 @@ def _comparison(comparison: Comparison) -> str:
     rows = [["offloading", *_way_cells(comparison.offload)]]
     if comparison.resident is not None:
         rows.append(["without offloading", *_way_cells(comparison.resident)])
-    headers = [f"{comparison.train_tokens:.3g} tokens", "GPUs", "tokens/s", "time", "money"]
+    headers = [
+        f"{format_tokens(comparison.train_tokens)} tokens",
+        "GPUs",
+        "tokens/s",
+        "time",
+        "money",
+    ]
     assumptions = "".join(
         f'<p class="quiet">{text(sentence)}</p>' for sentence in assumption_sentences(comparison)
     )

@@ -192,10 +192,7 @@ def wall_sentence(plan: Plan) -> str:
     if hiding is None:
         if plan.prediction.binding_lane == "compute":
             return "No bandwidth wall: compute binds at this size already."
-        return (
-            "No number of tokens a step hides it: this lane's work grows with the tokens as fast "
-            "as compute does."
-        )
+        return "No number of tokens a step hides it: compute would not bind at any size."
     if tokens >= hiding:
         return f"The bandwidth wall is at {hiding:,} tokens a step; this job is beyond it."
     return (

@@ -13,6 +13,7 @@ from outcore.plan.compare import (
     compare,
     estimated_hidden_size,
     format_duration,
+    format_tokens,
     verdict_sentences,
 )
 
@@ -129,3 +130,10 @@ def test_the_width_of_a_dense_model_is_estimated_well_enough() -> None:
 )
 def test_durations_as_people_say_them(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"), [(512, "512"), (2.5e8, "250 M"), (1e9, "1 B"), (1.5e13, "15 T")]
+)
+def test_tokens_as_people_write_them(tokens: float, text: str) -> None:
+    assert format_tokens(tokens) == text
