@@ -189,9 +189,7 @@ def _make_plan(spec: planning.Spec, machine: Machine, job: Job) -> Plan:
         raise typer.BadParameter(str(error), param_hint="MODEL") from None
     except OutcoreError as error:
         # An answer, not a mistake: this job does not fit this machine.
-        Console(stderr=True, highlight=False).print(
-            f"[bold red]does not fit:[/] {escape(str(error))}"
-        )
+        Console(stderr=True, highlight=False).print(f"[bold red]refused:[/] {escape(str(error))}")
         raise typer.Exit(1) from None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

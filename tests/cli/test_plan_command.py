@@ -146,7 +146,7 @@ def test_what_does_not_fit_is_an_answer_and_status_1(planner: Planner) -> None:
     planner.least_bytes = 10 * GIB
     result = run_plan(*MODEL, "--device-memory", "8GiB")
     assert result.exit_code == 1
-    assert "does not fit: it needs 9.0 GiB of device memory" in result.stderr
+    assert "refused: it needs 9.0 GiB of device memory" in result.stderr
     assert "--state compact needs 6.0 GiB" in result.stderr
     assert result.stdout == ""
 
