@@ -11,7 +11,7 @@ import typer
 from rich import print as rich_print
 
 import outcore
-from outcore.cli import bench, probe, verify
+from outcore.cli import bench, plan, probe, verify
 
 __all__ = ["app", "main"]
 
@@ -22,6 +22,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
+app.command("plan")(plan.plan_command)
 app.command("verify")(verify.verify_command)
 app.command("probe")(probe.probe_command)
 app.add_typer(bench.app, name="bench")
@@ -42,8 +43,8 @@ def _outcore(
 ) -> None:
     """Train Hugging Face models that live off the GPU, bit-exact and at native speed.
 
-    Training itself is Python (outcore.offload and outcore.AdamW); these commands check and measure
-    it on this machine.
+    Training itself is Python (outcore.offload and outcore.AdamW); these commands plan it for any
+    machine, and check and measure it on this one.
     """
 
 

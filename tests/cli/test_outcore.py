@@ -28,7 +28,13 @@ def test_the_command_line_starts_without_torch() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["--help"], ["verify", "--help"], ["probe", "--help"], ["bench", "train", "--help"]],
+    [
+        ["--help"],
+        ["plan", "--help"],
+        ["probe", "--help"],
+        ["verify", "--help"],
+        ["bench", "train", "--help"],
+    ],
 )
 def test_help_shows_an_example(command: list[str]) -> None:
     result = CliRunner().invoke(app, command)

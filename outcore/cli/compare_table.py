@@ -1,0 +1,41 @@
+"""The table of `outcore plan --compare`: offloading beside more GPUs, and the verdict."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from outcore.plan.compare import (
+    Comparison,
+    Way,
+    assumption_sentences,
+    format_duration,
+    format_tokens,
+    verdict_sentences,
+)
+
+
+def comparison_report(comparison: Comparison) -> RenderableType:
+    """Return the table, the verdict and the assumptions behind it."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column(f"{format_tokens(comparison.train_tokens)} tokens", no_wrap=True)
+    for header in ("GPUs", "tokens/s", "time", "money"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_row("offloading", *_cells(comparison.offload))
+    if comparison.resident is None:
+        table.add_row("without offloading", "none hold it")
+    else:
+        table.add_row("without offloading", *_cells(comparison.resident))
+    return Group(
+        table,
+        "",
+        *(Text(sentence, style="bold") for sentence in verdict_sentences(comparison)),
+        *(Text(sentence, style="dim") for sentence in assumption_sentences(comparison)),
+    )
+
+
+def _cells(way: Way) -> tuple[str, str, str, str]:
+    money = "–" if way.dollars is None else f"${way.dollars:,.{0 if way.dollars >= 100 else 2}f}"
+    return str(way.num_gpus), f"{way.tokens_per_s:,.0f}", format_duration(way.seconds), money

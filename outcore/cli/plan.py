@@ -1,0 +1,292 @@
+"""`outcore plan MODEL`: where everything would live and what a step would cost, before any run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from outcore.cli import planning
+from outcore.cli.plan_options import HERE, budgets, check_compare, check_file, make_job
+from outcore.cli.report import console_for, stop, write_json
+from outcore.errors import OutcoreError, UnsupportedModel
+from outcore.plan.plan import Job, Plan
+
+if TYPE_CHECKING:
+    from outcore.machine.machine import Machine
+    from outcore.plan.compare import Comparison
+    from outcore.plan.smaller_budget import SmallerBudget
+
+
+class StateFormat(str, Enum):
+    """How optimizer state is stored."""
+
+    fp32 = "fp32"
+    compact = "compact"
+    minimal = "minimal"
+
+
+class Objective(str, Enum):
+    """What the plan is best at."""
+
+    speed = "speed"
+    memory = "memory"
+
+
+def plan_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A Hugging Face directory, a config.json, or the name of a shape such as "
+            "qwen2.5-7b. No weights are needed.",
+            show_default=False,
+        ),
+    ],
+    machine: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="A machine of the catalogue, such as rtx-4090, h200-pcie5 or gh200; "
+            "here measures this one.",
+        ),
+    ] = HERE,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = 32768,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 2048,
+    device_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Device memory to use, such as 24GiB; all if unset."),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Host memory to use, such as 100GiB; all if unset."),
+    ] = None,
+    disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH:SIZE", help="A directory for scratch files and how much they may hold."
+        ),
+    ] = None,
+    state: Annotated[
+        StateFormat,
+        typer.Option(
+            help="Optimizer state: fp32 (exact, 12 bytes a parameter with the weight), compact "
+            "(about 5) or minimal (about 4). It is never changed for you."
+        ),
+    ] = StateFormat.fp32,
+    objective: Annotated[
+        Objective, typer.Option(help="The fastest plan, or the one that needs the least memory.")
+    ] = Objective.speed,
+    no_clipping: Annotated[
+        bool,
+        typer.Option("--no-clipping", help="No clipping: updates start during the backward."),
+    ] = False,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Sequences at a time inside a block; the planner's if unset."),
+    ] = None,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write the plan as JSON; - for stdout."),
+    ] = None,
+    html_file: Annotated[
+        str | None,
+        typer.Option(
+            "--html", metavar="FILE", help="Write a page with the step's timeline; no network."
+        ),
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Answer: offload, or more GPUs?")
+    ] = False,
+    train_tokens: Annotated[
+        float | None,
+        typer.Option(metavar="N", help="With --compare: tokens to train on, such as 1e9."),
+    ] = None,
+    price_per_hour: Annotated[
+        float | None,
+        typer.Option(
+            metavar="DOLLARS", min=0, help="With --compare: of one GPU; the catalogue's if unset."
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --compare: machines that offload, data parallel; 1."),
+    ] = None,
+) -> None:
+    """Say where every tensor of MODEL would live, and what a training step would cost.
+
+    Nothing is trained or allocated. The table has the home of each block's weights, state and
+    gradients, the peak of each memory, the predicted speed, the lane that binds, and how many
+    tokens a step would hide the copies. The exit status is 1 if the job cannot fit; the message
+    then has what is missing and the nearest change that fits.
+
+    Examples: this machine; a card that is not here, with the page; three tiers; offload, or more
+    GPUs?
+
+        outcore plan qwen2.5-7b
+
+        outcore plan llama-3.1-8b --machine rtx-4090 --html plan.html
+
+        outcore plan qwen2.5-32b --machine h200-pcie5 --state compact --disk /scratch:500GiB
+
+        outcore plan qwen2.5-14b --machine rtx-4090 --compare --train-tokens 1e9
+    """
+    console = console_for(json_file)
+    check_file(json_file if json_file != "-" else None, "--json")
+    check_file(html_file, "--html")
+    check_compare(compare, train_tokens, price_per_hour, gpus)
+    job = make_job(
+        tokens=tokens,
+        seq_len=seq_len,
+        clips=not no_clipping,
+        state_format=state.value,
+        micro_batch=micro_batch,
+        objective=objective.value,
+        budgets=budgets(device_memory, host_memory, disk, machine),
+    )
+    with console.status("planning" if machine != HERE else "measuring this machine and planning"):
+        spec = _find_model(model)
+        chosen = _find_machine(machine)
+        plan = _make_plan(spec, chosen, job)
+        smaller = _smaller_budget(spec, chosen, plan)
+        comparison = (
+            _compare(plan, chosen, spec, train_tokens, price_per_hour, gpus) if compare else None
+        )
+    _show(console, plan, chosen, smaller, comparison)
+    _write_files(plan, chosen, smaller, comparison, json_file, html_file, console)
+
+
+def _find_model(source: str) -> planning.Spec:
+    try:
+        return planning.model_spec(source)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(_line(error), param_hint="MODEL") from None
+
+
+def _find_machine(name: str) -> Machine:
+    try:
+        return planning.machine_named(name)
+    except (ValueError, LookupError) as error:
+        raise typer.BadParameter(_line(error), param_hint="--machine") from None
+    except (OutcoreError, OSError, RuntimeError) as error:
+        stop(f"this machine could not be measured: {error}. Name one: --machine h200-pcie5")
+
+
+def _line(error: Exception) -> str:
+    """Return an error's message; a KeyError's own text is quoted."""
+    return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+
+
+def _make_plan(spec: planning.Spec, machine: Machine, job: Job) -> Plan:
+    try:
+        return planning.make_plan(spec, machine, job)
+    except UnsupportedModel as error:
+        raise typer.BadParameter(str(error), param_hint="MODEL") from None
+    except OutcoreError as error:
+        # An answer, not a mistake: this job does not fit this machine.
+        Console(stderr=True, highlight=False).print(f"[bold red]refused:[/] {escape(str(error))}")
+        raise typer.Exit(1) from None
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _smaller_budget(spec: planning.Spec, machine: Machine, plan: Plan) -> SmallerBudget | None:
+    """Return the plan for the next smaller device budget, or why there is none."""
+    from outcore.plan.smaller_budget import SmallerBudget, next_smaller_bytes
+    from outcore.plan.words import budget_bytes
+
+    size = next_smaller_bytes(plan, budget_bytes(plan, machine).get("device"))
+    if size is None:
+        return None
+    job = replace(plan.job, budgets=replace(plan.job.budgets, device_bytes=size))
+    try:
+        return SmallerBudget(device_bytes=size, plan=planning.make_plan(spec, machine, job))
+    except OutcoreError as error:
+        return SmallerBudget(device_bytes=size, refusal=str(error))
+
+
+def _compare(
+    plan: Plan,
+    machine: Machine,
+    spec: planning.Spec,
+    train_tokens: float | None,
+    price_per_hour: float | None,
+    gpus: int | None,
+) -> Comparison:
+    from outcore.plan.compare import compare, estimated_hidden_size
+
+    assert train_tokens is not None
+    hidden_size = getattr(spec, "hidden_size", None)
+    return compare(
+        plan,
+        machine,
+        num_parameters=spec.num_parameters,
+        hidden_size=hidden_size or estimated_hidden_size(spec.num_parameters, len(plan.blocks)),
+        train_tokens=train_tokens,
+        num_gpus=gpus or 1,
+        price_per_hour=price_per_hour,
+    )
+
+
+def _show(
+    console: Console,
+    plan: Plan,
+    machine: Machine,
+    smaller: SmallerBudget | None,
+    comparison: Comparison | None,
+) -> None:
+    from outcore.cli.compare_table import comparison_report
+    from outcore.plan.explain import explain
+
+    console.print(explain(plan, machine=machine, smaller=smaller))
+    if comparison is not None:
+        console.print("")
+        console.print(comparison_report(comparison))
+
+
+def _write_files(
+    plan: Plan,
+    machine: Machine,
+    smaller: SmallerBudget | None,
+    comparison: Comparison | None,
+    json_file: str | None,
+    html_file: str | None,
+    console: Console,
+) -> None:
+    from outcore.plan.page import plan_page
+    from outcore.plan.plan_json import plan_to_dict
+
+    try:
+        if json_file is not None:
+            write_json(
+                {
+                    **plan_to_dict(plan),
+                    "machine": asdict(machine),
+                    "smaller_budget": _smaller_values(smaller),
+                    "comparison": None if comparison is None else asdict(comparison),
+                },
+                json_file,
+            )
+        if html_file is not None:
+            page = plan_page(plan, machine=machine, smaller=smaller, comparison=comparison)
+            Path(html_file).write_text(page, encoding="utf-8")
+            console.print(f"[dim]the page: {escape(html_file)}[/]")
+    except OSError as error:
+        stop(f"{error.filename or json_file or html_file} cannot be written: {error.strerror}")
+
+
+def _smaller_values(smaller: SmallerBudget | None) -> dict[str, Any] | None:
+    if smaller is None:
+        return None
+    prediction = None if smaller.plan is None else smaller.plan.prediction
+    return {
+        "device_bytes": smaller.device_bytes,
+        "step_s": None if prediction is None else prediction.step_s,
+        "tokens_per_s": None if prediction is None else prediction.tokens_per_s,
+        "refusal": smaller.refusal or None,
+    }

@@ -1,0 +1,96 @@
+"""What `outcore plan` was asked for, checked: each mistake is one line that names its option."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from outcore.plan.plan import Budgets, Job
+from outcore.units import parse_bytes
+
+HERE = "here"
+
+
+def check_file(file: str | None, option: str) -> None:
+    """Refuse a place that cannot be written before any time is spent."""
+    if file is None:
+        return
+    if file == "-":
+        raise typer.BadParameter("name a file", param_hint=option)
+    folder = Path(file).absolute().parent
+    if not folder.is_dir():
+        raise typer.BadParameter(f"{folder} is no directory", param_hint=option)
+    if Path(file).is_dir():
+        raise typer.BadParameter(f"{file} is a directory", param_hint=option)
+    if not os.access(file if Path(file).exists() else folder, os.W_OK):
+        raise typer.BadParameter(f"{file} cannot be written", param_hint=option)
+
+
+def check_compare(
+    compare: bool, train_tokens: float | None, price: float | None, gpus: int | None
+) -> None:
+    """Refuse options of the comparison that are missing, impossible, or given without it."""
+    if compare and train_tokens is None:
+        raise typer.BadParameter("--compare needs --train-tokens, such as 1e9")
+    if train_tokens is not None and not 0 < train_tokens < float("inf"):
+        raise typer.BadParameter(
+            f"{train_tokens:g} is no number of tokens; write for example 1e9",
+            param_hint="--train-tokens",
+        )
+    if price is not None and not math.isfinite(price):
+        raise typer.BadParameter(f"{price} is no price", param_hint="--price-per-hour")
+    given = {"--train-tokens": train_tokens, "--price-per-hour": price, "--gpus": gpus}
+    for option, value in given.items():
+        if value is not None and not compare:
+            raise typer.BadParameter("only with --compare", param_hint=option)
+
+
+def make_job(**fields: Any) -> Job:
+    """Return the job, with whole sequences in the step and no more of them at a time."""
+    tokens, seq_len, micro_batch = fields["tokens"], fields["seq_len"], fields["micro_batch"]
+    if tokens % seq_len:
+        below = tokens // seq_len * seq_len
+        nearest = f"{below:,} or {below + seq_len:,}" if below else f"{seq_len:,}"
+        raise typer.BadParameter(
+            f"{tokens:,} is no multiple of --seq-len {seq_len:,}; {nearest} would be",
+            param_hint="--tokens",
+        )
+    if micro_batch is not None and micro_batch > tokens // seq_len:
+        raise typer.BadParameter(
+            f"{micro_batch} sequences at a time, but a step has {tokens // seq_len}",
+            param_hint="--micro-batch",
+        )
+    return Job(**fields)
+
+
+def budgets(device: str | None, host: str | None, disk: str | None, machine: str) -> Budgets:
+    """Return the budgets in bytes; the disk's path must exist if it is on this machine."""
+    disk_path, disk_bytes = None, None
+    if disk is not None:
+        disk_path, colon, size = disk.rpartition(":")
+        if not colon or not disk_path:
+            raise typer.BadParameter(
+                f"{disk!r} is not PATH:SIZE; write for example /scratch:500GiB", param_hint="--disk"
+            )
+        if machine == HERE and not Path(disk_path).is_dir():
+            raise typer.BadParameter(f"{disk_path} is no directory", param_hint="--disk")
+        disk_bytes = _size(size, "--disk")
+    return Budgets(
+        device_bytes=_size(device, "--device-memory"),
+        host_bytes=_size(host, "--host-memory"),
+        disk_bytes=disk_bytes,
+        disk_path=disk_path,
+    )
+
+
+def _size(text: str | None, option: str) -> int | None:
+    if text is None:
+        return None
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None

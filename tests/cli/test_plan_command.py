@@ -1,0 +1,238 @@
+"""`outcore plan`: what it asks the planner for, and what it prints, writes and returns."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from handmade_plans import GIB, make_machine, make_plan
+from typer.testing import CliRunner, Result
+
+from outcore.cli import app, planning
+from outcore.errors import OutcoreError, UnsupportedModel
+from outcore.machine.machine import Machine
+from outcore.plan.plan import Job, Plan
+from outcore.plan.plan_json import read_plan
+
+MODEL = ["qwen2.5-7b", "--machine", "h200-pcie5"]
+
+
+class Refused(OutcoreError):
+    """What a planner raises when nothing fits."""
+
+
+@dataclass
+class TinySpec:
+    name: str = "qwen2.5-7b"
+    num_parameters: int = 7_600_000_000
+
+
+class Planner:
+    """Stands in for the planner: remembers the jobs, and slows down with less memory."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.least_bytes = 0
+
+    def make_plan(self, spec: Any, machine: Machine, job: Job) -> Plan:
+        self.jobs.append(job)
+        budget = job.budgets.device_bytes
+        if budget is not None and budget < self.least_bytes:
+            raise Refused("it needs 9.0 GiB of device memory; --state compact needs 6.0 GiB")
+        plan = make_plan(job=job)
+        step_s = 4.1 if budget is None or budget >= 24 * GIB else 5.125
+        tokens_per_s = job.tokens / step_s
+        prediction = replace(plan.prediction, step_s=step_s, tokens_per_s=tokens_per_s)
+        return replace(plan, prediction=prediction)
+
+
+@pytest.fixture
+def planner(monkeypatch: pytest.MonkeyPatch) -> Planner:
+    stand_in = Planner()
+
+    def model_spec(source: str) -> TinySpec:
+        if source != "qwen2.5-7b":
+            raise ValueError(f"{source!r} is neither a directory nor a shape. Shapes: qwen2.5-7b.")
+        return TinySpec()
+
+    def machine_named(name: str) -> Machine:
+        if name == "here":
+            raise RuntimeError("no device")
+        if name != "h200-pcie5":
+            raise KeyError(f"no machine named {name!r}; known: h200-pcie5")
+        return make_machine()
+
+    monkeypatch.setattr(planning, "model_spec", model_spec)
+    monkeypatch.setattr(planning, "machine_named", machine_named)
+    monkeypatch.setattr(planning, "make_plan", stand_in.make_plan)
+    return stand_in
+
+
+def run_plan(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def unwrapped(output: str) -> str:
+    """Return a message as written, out of the box that typer puts around it."""
+    return " ".join(word for word in output.split() if word != "│")
+
+
+def test_the_table_and_the_next_smaller_budget(planner: Planner) -> None:
+    result = run_plan(*MODEL)
+    assert result.exit_code == 0, result.output
+    for fact in ("blocks 2-21", "7,992 tokens/s", "The binding lane is host cores", "140.0 GiB"):
+        assert fact in result.stdout, fact
+    assert "With 20.0 GiB of device memory a step takes 5.12 s, 25% longer" in result.stdout
+    asked, smaller = planner.jobs
+    assert asked == Job(tokens=32768, seq_len=2048)
+    assert smaller.budgets.device_bytes == 20 * GIB
+
+
+def test_every_option_reaches_the_job(planner: Planner) -> None:
+    result = run_plan(
+        *MODEL,
+        *("--tokens", "4096", "--seq-len", "512", "--device-memory", "24GiB"),
+        *("--host-memory", "100GB", "--disk", "/a:b:2TiB", "--state", "compact"),
+        *("--objective", "memory", "--no-clipping", "--micro-batch", "2"),
+    )
+    assert result.exit_code == 0, result.output
+    job = planner.jobs[0]
+    assert (job.tokens, job.seq_len, job.micro_batch, job.clips) == (4096, 512, 2, False)
+    assert (job.state_format, job.objective) == ("compact", "memory")
+    assert job.budgets.device_bytes == 24 * GIB
+    assert job.budgets.host_bytes == 100 * 10**9
+    assert (job.budgets.disk_path, job.budgets.disk_bytes) == ("/a:b", 2 * 2**40)
+
+
+@pytest.mark.usefixtures("planner")
+def test_json_and_html_are_written(tmp_path: Path) -> None:
+    files = ["--json", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]
+    result = run_plan(*MODEL, *files)
+    assert result.exit_code == 0, result.output
+    assert read_plan(tmp_path / "plan.json").blocks == make_plan().blocks
+    report = json.loads((tmp_path / "plan.json").read_text())
+    assert report["machine"]["device_name"] == "NVIDIA H200"
+    assert report["smaller_budget"]["device_bytes"] == 20 * GIB
+    assert report["comparison"] is None
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert "<svg" in page
+    assert "25% longer" in page
+
+
+@pytest.mark.usefixtures("planner")
+def test_json_on_stdout_is_nothing_but_json() -> None:
+    result = run_plan(*MODEL, "--json", "-", "--compare", "--train-tokens", "1e9")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["format"] == "outcore plan"
+    assert report["comparison"]["train_tokens"] == 1e9
+    assert "blocks 2-21" in result.stderr
+
+
+@pytest.mark.usefixtures("planner")
+def test_compare_answers_with_time_and_money() -> None:
+    result = run_plan(*MODEL, "--compare", "--train-tokens", "1e13", "--gpus", "4")
+    assert result.exit_code == 0, result.output
+    assert "without offloading" in result.stdout
+    assert "wrong tool" in result.stdout
+    assert "gradients are exchanged over the link" in result.stdout
+    assert "$3.50 an hour" in result.stdout
+    dearer = run_plan(*MODEL, "--compare", "--train-tokens", "1e9", "--price-per-hour", "9")
+    assert "$9.00 an hour" in dearer.stdout
+
+
+def test_what_does_not_fit_is_an_answer_and_status_1(planner: Planner) -> None:
+    planner.least_bytes = 10 * GIB
+    result = run_plan(*MODEL, "--device-memory", "8GiB")
+    assert result.exit_code == 1
+    assert "refused: it needs 9.0 GiB of device memory" in result.stderr
+    assert "--state compact needs 6.0 GiB" in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_smaller_budget_that_does_not_fit_is_told(planner: Planner) -> None:
+    planner.least_bytes = 21 * GIB
+    result = run_plan(*MODEL, "--device-memory", "24GiB")
+    assert result.exit_code == 0, result.output
+    assert "With 20.0 GiB of device memory it does not fit. It needs 9.0 GiB" in result.stdout
+
+
+@pytest.mark.usefixtures("planner")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["qwen-7b"], "MODEL: 'qwen-7b' is neither a directory nor a shape"),
+        ([], "Missing argument 'MODEL'"),
+        ([*MODEL, "--machine", "h300"], "--machine: no machine named 'h300'; known: h200-pcie5"),
+        (["qwen2.5-7b"], "this machine could not be measured: no device. Name one"),
+        ([*MODEL, "--device-memory", "lots"], "--device-memory: size 'lots' is not a size"),
+        ([*MODEL, "--host-memory", "-3GiB"], "--host-memory: size '-3GiB' is not a size"),
+        ([*MODEL, "--disk", "500GiB"], "--disk: '500GiB' is not PATH:SIZE"),
+        ([*MODEL, "--disk", ":500GiB"], "is not PATH:SIZE"),
+        ([*MODEL, "--disk", "/scratch:"], "--disk: size '' is not a size"),
+        (["qwen2.5-7b", "--disk", "/no/such:1GiB"], "--disk: /no/such is no directory"),
+        ([*MODEL, "--tokens", "5000"], "no multiple of --seq-len 2,048; 4,096 or 6,144 would be"),
+        ([*MODEL, "--tokens", "5"], "no multiple of --seq-len 2,048; 2,048 would be"),
+        ([*MODEL, "--tokens", "0"], "Invalid value for '--tokens'"),
+        ([*MODEL, "--micro-batch", "17"], "17 sequences at a time, but a step has 16"),
+        ([*MODEL, "--state", "int4"], "'int4' is not one of"),
+        ([*MODEL, "--objective", "joy"], "'joy' is not one of"),
+        ([*MODEL, "--json", "/no/such/place/x.json"], "/no/such/place is no directory"),
+        ([*MODEL, "--html", "/no/such/place/x.html"], "--html: /no/such/place is no directory"),
+        ([*MODEL, "--html", "/tmp"], "--html: /tmp is a directory"),
+        ([*MODEL, "--html", "-"], "--html: name a file"),
+        ([*MODEL, "--html", "/proc/version_/x"], "is no directory"),
+        ([*MODEL, "--compare"], "--compare needs --train-tokens"),
+        ([*MODEL, "--train-tokens", "1e9"], "--train-tokens: only with --compare"),
+        ([*MODEL, "--gpus", "2"], "--gpus: only with --compare"),
+        ([*MODEL, "--compare", "--train-tokens", "nan"], "nan is no number of tokens"),
+        ([*MODEL, "--compare", "--train-tokens", "-5"], "-5 is no number of tokens"),
+        ([*MODEL, "--compare", "--train-tokens", "many"], "Invalid value for '--train-tokens'"),
+        (
+            [*MODEL, "--compare", "--train-tokens", "1e9", "--price-per-hour", "inf"],
+            "inf is no price",
+        ),
+    ],
+)
+def test_mistakes_get_one_line_and_status_2(arguments: list[str], message: str) -> None:
+    result = run_plan(*arguments)
+    assert result.exit_code == 2, result.output
+    assert message in unwrapped(result.output)
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.usefixtures("planner")
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_a_file_that_cannot_be_written_after_all(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, *_: Any, **__: Any) -> int:
+        raise OSError(28, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    result = run_plan(*MODEL, option, str(tmp_path / "plan"))
+    assert result.exit_code == 2
+    assert f"{tmp_path / 'plan'} cannot be written: No space left on device" in result.stderr
+
+
+def test_a_read_only_file_is_refused_before_planning(
+    planner: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    result = run_plan(*MODEL, "--html", str(tmp_path / "plan.html"))
+    assert result.exit_code == 2
+    assert "plan.html cannot be written" in result.output
+    assert not planner.jobs
+
+
+def test_a_model_with_no_blocks_is_a_mistake(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> Plan:
+        raise UnsupportedModel("the model has no repeated blocks")
+
+    monkeypatch.setattr(planning, "make_plan", refuse)
+    result = run_plan(*MODEL)
+    assert result.exit_code == 2
+    assert "no repeated blocks" in result.output
