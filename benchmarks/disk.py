@@ -1,5 +1,7 @@
 """Scratch on disk: GB/s of plain O_DIRECT, of a ScratchFile with its checksums, and their ratio.
 
+With the time of the cores that each takes, which a busy machine disturbs less.
+
 Both sides move the same records with the same threads and pieces, to and from the same memory, in
 one process, and take turns, so that a noisy disk is noisy for both. Also the checksum by itself, on
 one core: of a buffer that is in the cache, and of one that is not.
@@ -57,7 +59,7 @@ class RawFile:
         os.close(self._fd)
 
 
-def timed(work: Callable[[], None]) -> float:
+def timed(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -65,14 +67,18 @@ def timed(work: Callable[[], None]) -> float:
 
 def measure_disk(
     directory: Path, num_records: int, record_bytes: int, options: ScratchOptions, repeats: int
-) -> tuple[dict[str, list[float]], bool]:
-    """Seconds of each pass over all records; the first round, on fresh extents, is not counted."""
+) -> tuple[dict[str, list[float]], dict[str, list[float]], bool]:
+    """Seconds of each pass over all records, by the clock and of the cores.
+
+    The first round, on fresh extents, is not counted.
+    """
     num_bytes = num_records * record_bytes
     arena = HostArena(record_bytes, purpose="record", ledger=Ledger("host", None), pin=False)
     memory = arena.span(record_bytes, torch.uint8)
     memory.random_()
     view = memoryview(memory.numpy())
     seconds: dict[str, list[float]] = {}
+    core_seconds: dict[str, list[float]] = {}
     sizes = [record_bytes] * num_records
     with (
         ScratchDirectory(directory) as scratch,
@@ -90,11 +96,13 @@ def measure_disk(
         }
         for repeat in range(-1, repeats):
             for name, run in passes.items():
-                second = timed(lambda run=run: run())  # type: ignore[misc]
+                core_start_s = time.process_time()
+                second = timed(run)
                 if repeat >= 0:
                     seconds.setdefault(name, []).append(second)
+                    core_seconds.setdefault(name, []).append(time.process_time() - core_start_s)
         raw.close()
-        return seconds, ours.is_direct
+        return seconds, core_seconds, ours.is_direct
 
 
 def measure_checksum(repeats: int) -> dict[str, float]:
@@ -126,11 +134,12 @@ def main() -> None:
     options = ScratchOptions(num_threads=arguments.threads, piece_bytes=arguments.piece_mib * MIB)
     checksum = measure_checksum(arguments.repeats)
     record_bytes = arguments.record_mib * MIB
-    seconds, is_direct = measure_disk(
+    seconds, core_seconds, is_direct = measure_disk(
         arguments.directory, arguments.records, record_bytes, options, arguments.repeats
     )
     num_bytes = arguments.records * record_bytes
     gb_per_s = {n: num_bytes / statistics.median(runs) / 1e9 for n, runs in seconds.items()}
+    cores = {n: statistics.median(runs) / num_bytes * 1e9 for n, runs in core_seconds.items()}
     print(
         f"{arguments.directory}: {'O_DIRECT' if is_direct else 'page cache'}, "
         f"{arguments.records} records of {arguments.record_mib} MiB, {arguments.threads} threads, "
@@ -139,6 +148,8 @@ def main() -> None:
     for verb in ("write", "read"):
         raw, ours = gb_per_s[f"raw {verb}"], gb_per_s[f"scratch {verb}"]
         print(f"{verb:<6} raw {raw:6.2f} GB/s   scratch {ours:6.2f} GB/s   ratio {ours / raw:.3f}")
+        raw, ours = cores[f"raw {verb}"], cores[f"scratch {verb}"]
+        print(f"{'':<6} raw {raw:6.3f} core-s/GB  scratch {ours:.3f} core-s/GB")
     print(
         f"checksum ({host_isa()}, one core): {checksum['in cache']:.1f} GB/s in the cache, "
         f"{checksum['in memory']:.1f} GB/s from memory"
@@ -154,8 +165,11 @@ def main() -> None:
             "num_threads": arguments.threads,
             "piece_bytes": options.piece_bytes,
             "gb_per_s": gb_per_s,
+            "core_s_per_gb": cores,
             "checksum_gb_per_s": checksum,
+            "load_average": os.getloadavg(),
             "seconds": seconds,
+            "core_seconds": core_seconds,
         }
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
 
