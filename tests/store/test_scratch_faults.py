@@ -7,12 +7,15 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from disk_faults import FAULTS, PAGE_BYTES, Faults, aligned, pattern
 
 from outcore.errors import StoreError
+from outcore.kernels.checksum import Bytes
 from outcore.store import disk_calls
 from outcore.store.ledger import Ledger
 from outcore.store.scratch_file import ScratchFile, ScratchOptions
@@ -170,6 +173,31 @@ def test_a_transfer_that_never_gets_on(tmp_path: Path, monkeypatch: pytest.Monke
             write(file, 0, 1)
 
 
+@pytest.mark.parametrize("what", ["read_at", "write_at"])
+def test_memory_is_not_touched_after_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The first piece fails at once; the second is still under way and must end first."""
+    with make(tmp_path) as file:
+        write(file, 0, 1)
+        begun, ended = threading.Event(), threading.Event()
+        call = getattr(disk_calls, what)
+
+        def uneven(fd: int, memory: Bytes, offset: int) -> int:
+            if offset == 0:
+                assert begun.wait(20)
+                raise OSError(errno.EIO, "injected")
+            begun.set()
+            time.sleep(0.1)
+            ended.set()
+            return int(call(fd, memory, offset))
+
+        monkeypatch.setattr(disk_calls, what, uneven)
+        with pytest.raises(StoreError, match="drive failed"):
+            read(file, 0) if what == "read_at" else write(file, 0, 2)
+        assert ended.is_set()
+
+
 # What happens to the file itself, without any injection.
 
 
@@ -301,6 +329,7 @@ FULL = """
 import mmap, resource, signal, sys
 from pathlib import Path
 from outcore.errors import StoreError
+from outcore.kernels.checksum import Bytes
 from outcore.store.ledger import Ledger
 from outcore.store.scratch_file import ScratchFile
 directory = Path(sys.argv[1])

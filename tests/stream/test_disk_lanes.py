@@ -230,10 +230,61 @@ def test_a_failed_read_travels_and_spoils_nothing_else(disk: Disk) -> None:
 def test_a_buffer_whose_fetch_failed_is_not_stored(disk: Disk) -> None:
     """Even if the caller forgets to wait for the fetch."""
     disk.fill(0, 1).block()
-    disk.file.path.unlink()
+    with open(disk.file.path, "r+b") as raw:
+        raw.write(b"\xff")
     buffer, _ = disk.lanes.fetch(0)
-    with pytest.raises(LaneError, match="was deleted"):
+    with pytest.raises(LaneError, match="not those written"):
         disk.lanes.store(0, buffer, after=[]).block()
+
+
+def slow_reads(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Make reads wait; return the events that say that one began, and that lets all go on."""
+    begun, go_on = threading.Event(), threading.Event()
+    read_at = disk_calls.read_at
+
+    def slow_read(*arguments: object) -> int:
+        begun.set()
+        assert go_on.wait(20)
+        return read_at(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(disk_calls, "read_at", slow_read)
+    return begun, go_on
+
+
+def test_a_buffer_released_early_is_not_lent_before_its_read_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Disk(tmp_path, num_buffers=1) as disk:
+        disk.fill(0, 1).block()
+        begun, go_on = slow_reads(monkeypatch)
+        buffer, here = disk.lanes.fetch(0)
+        disk.lanes.release(buffer, after=[])
+        assert begun.wait(20)
+        _, free = disk.lanes.blank(0)
+        assert not free._issued.wait(0.1)
+        go_on.set()
+        free.block()
+        assert here.is_done
+
+
+def test_a_store_does_not_overtake_an_earlier_fetch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Disk(tmp_path, num_buffers=3) as disk:
+        disk.fill(0, 1).block()
+        disk.fill(1, 5).block()
+        begun, go_on = slow_reads(monkeypatch)
+        other, _ = disk.lanes.fetch(1)
+        older, here = disk.lanes.fetch(0)  # queued behind it
+        assert begun.wait(20)
+        stored = disk.fill(0, 2)
+        assert not stored._issued.wait(0.1)
+        go_on.set()
+        here.block()
+        assert words(older).unique().tolist() == [1]
+        disk.lanes.release(older, after=[])
+        disk.lanes.release(other, after=[])
+        assert fetched(disk, 0) == 2
 
 
 def test_after_failed_work_the_older_value_is_not_given_out(disk: Disk) -> None:
