@@ -20,7 +20,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-SOURCES = ["kernels/isa.cpp", "kernels/adamw.cpp"]
+SOURCES = ["kernels/isa.cpp", "kernels/adamw.cpp", "kernels/adamw_compact.cpp"]
 HEADERS = ["kernels/outcore_kernels.h", "kernels/host_kernel.h"]
 LIBRARY = "outcore/kernels/_outcore_kernels.so"
 
