@@ -44,10 +44,9 @@ OC_INLINE uint32_t random_of(uint32_t counter, Keys keys) {
   return x ^ (x >> 16);
 }
 
+// Each takes its own bits first; where they overlap, low bits of one are high bits of another.
 OC_INLINE uint32_t random_for_m(uint32_t random) { return random >> 12; }
-OC_INLINE uint32_t random_for_v(uint32_t random, Keys keys) {
-  return ((random ^ keys.k0) * 0x9e3779b1u) >> 13;
-}
+OC_INLINE uint32_t random_for_v(uint32_t random) { return (random >> 5) & 0x7ffff; }
 
 // ---------------------------------------------------------------------------------------------
 // Codes
@@ -69,11 +68,16 @@ OC_INLINE float decode(uint32_t magnitude, float scale, Format format) {
   return (float_of(kOffsetBits + (magnitude << format.shift)) - kOffset) * scale;
 }
 
-// The mask is for NaNs: their sign may be set, and without it they are large, thus the top.
-OC_INLINE uint32_t encode(float magnitude, float inverse_scale, uint32_t random, Format format) {
-  const uint32_t t = bits_of((magnitude * inverse_scale) + kOffset) & kMagnitude;
-  return std::min((t - kOffsetBits + random) >> format.shift, format.top);
+// The code in the low bits, and those of the offset above them, which a caller cuts off. A NaN is
+// large, thus the top: multiplying and adding leave the sign of a positive one alone.
+OC_INLINE uint32_t encode(uint32_t magnitude_bits, float inverse_scale, uint32_t random,
+                          Format format) {
+  const uint32_t t = bits_of((float_of(magnitude_bits) * inverse_scale) + kOffset);
+  const uint32_t offset = kOffsetBits >> format.shift;
+  return std::min((t + random) >> format.shift, offset + format.top);
 }
+static_assert((kOffsetBits >> kM.shift) % 128 == 0 && (kOffsetBits >> kV.shift) % 256 == 0,
+              "a code must be the low bits of what is encoded");
 
 OC_INLINE uint32_t scale_of(uint32_t largest_bits) {
   return std::max(32u, (std::min(largest_bits, 0x7e800000u) + 0x200000u) >> 23);
@@ -82,10 +86,7 @@ OC_INLINE uint32_t scale_of(uint32_t largest_bits) {
 OC_INLINE float power_of_two(uint32_t biased_exponent) { return float_of(biased_exponent << 23); }
 
 // A NaN whose payload is not the hardware's choice, and that no carry can turn into a number.
-OC_INLINE uint32_t bits_for_rounding(float p) {
-  const uint32_t bits = bits_of(p);
-  return (bits & kMagnitude) > kInfinity ? 0x7fc00000u : bits;
-}
+OC_INLINE uint32_t bits_for_rounding(float p) { return p != p ? 0x7fc00000u : bits_of(p); }
 
 enum class Master { kCompact, kMinimal };
 
@@ -122,41 +123,47 @@ struct Arrays {
 };
 
 template <Loop kLoop, Master kMaster, typename Grad>
-OC_INLINE void step_block(const Arrays<Grad>& arrays, int64_t count, uint32_t counter, Keys keys,
-                          const Scalars& s) {
-  uint16_t* __restrict weight = arrays.weight;
-  int8_t* __restrict remainder = arrays.remainder;
-  uint8_t* __restrict exp_avg = arrays.exp_avg;
-  uint8_t* __restrict exp_avg_sq = arrays.exp_avg_sq;
-  const Grad* __restrict grad = arrays.grad;
-
-  // The new scales are known when all of the block is: its fp32 moments wait here, in the L1 cache.
+OC_INLINE void step_block(uint16_t* __restrict weight, int8_t* __restrict remainder,
+                          uint8_t* __restrict exp_avg, uint8_t* __restrict exp_avg_sq,
+                          uint8_t* __restrict exp_avg_scale, uint8_t* __restrict exp_avg_sq_scale,
+                          const Grad* __restrict grad, int64_t count, uint32_t counter, Keys keys,
+                          const Scalars s) {
+  // The new scales are known when all of the block is, so its fp32 numbers wait here, in the L1
+  // cache. Short loops rather than one: on mixed widths that one would run out of registers.
   alignas(64) float ms[kBlock];
   alignas(64) float vs[kBlock];
   alignas(64) uint32_t randoms[kBlock];
 
-  const float old_m_scale = power_of_two(*arrays.exp_avg_scale);
-  const float old_v_scale = power_of_two(*arrays.exp_avg_sq_scale);
-  uint32_t largest_m = 0;
-  uint32_t largest_v = 0;
+  const float old_m_scale = power_of_two(*exp_avg_scale);
+  const float old_v_scale = power_of_two(*exp_avg_sq_scale);
   for (int64_t i = 0; i < count; ++i) {
     keep_scalar<kLoop>();
     const uint32_t code = exp_avg[i];
     const float magnitude = decode(code & 0x7f, old_m_scale, kM);
-    float m = float_of(bits_of(magnitude) | ((code & 0x80) << 24));
-    float v = decode(exp_avg_sq[i], old_v_scale, kV);
+    ms[i] = float_of(bits_of(magnitude) | ((code & 0x80) << 24));
+    vs[i] = decode(exp_avg_sq[i], old_v_scale, kV);
+  }
+
+  for (int64_t i = 0; i < count; ++i) {
+    keep_scalar<kLoop>();
+    randoms[i] = random_of(counter + static_cast<uint32_t>(i), keys);
+  }
+
+  uint32_t largest_m = 0;
+  uint32_t largest_v = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    keep_scalar<kLoop>();
+    float m = ms[i];
+    float v = vs[i];
     const float p = adamw(join<kMaster>(weight[i], remainder, i), m, v, widen(grad[i]), s);
     ms[i] = m;
     vs[i] = v;
     largest_m = std::max(largest_m, bits_of(m) & kMagnitude);
     largest_v = std::max(largest_v, bits_of(v) & kMagnitude);
-
-    const uint32_t random = random_of(counter + static_cast<uint32_t>(i), keys);
-    randoms[i] = random;
     if (kMaster == Master::kMinimal) {
-      weight[i] = static_cast<uint16_t>((bits_for_rounding(p) + (random & 0xffff)) >> 16);
+      weight[i] = static_cast<uint16_t>((bits_for_rounding(p) + (randoms[i] & 0xffff)) >> 16);
     } else {
-      const uint32_t q = bits_for_rounding(p) + (random & 0xff);
+      const uint32_t q = bits_for_rounding(p) + (randoms[i] & 0xff);
       weight[i] = static_cast<uint16_t>(((q & ~0xffu) + 0x8000u) >> 16);
       remainder[i] = static_cast<int8_t>(q >> 8);
     }
@@ -164,37 +171,38 @@ OC_INLINE void step_block(const Arrays<Grad>& arrays, int64_t count, uint32_t co
 
   const uint32_t m_scale = scale_of(largest_m);
   const uint32_t v_scale = scale_of(largest_v);
-  *arrays.exp_avg_scale = static_cast<uint8_t>(m_scale);
-  *arrays.exp_avg_sq_scale = static_cast<uint8_t>(v_scale);
+  *exp_avg_scale = static_cast<uint8_t>(m_scale);
+  *exp_avg_sq_scale = static_cast<uint8_t>(v_scale);
   const float inverse_m_scale = power_of_two(254 - m_scale);
   const float inverse_v_scale = power_of_two(254 - v_scale);
+  // The sign of a NaN is the hardware's choice, so a block with one has no signs.
+  const uint32_t sign_mask = largest_m > kInfinity ? 0 : 0x80;
   for (int64_t i = 0; i < count; ++i) {
     keep_scalar<kLoop>();
     const uint32_t m_bits = bits_of(ms[i]);
     const uint32_t v_bits = bits_of(vs[i]) & kMagnitude;
-    const uint32_t m_magnitude = m_bits & kMagnitude;
     const uint32_t m_code =
-        encode(float_of(m_magnitude), inverse_m_scale, random_for_m(randoms[i]), kM);
-    const uint32_t v_code =
-        encode(float_of(v_bits), inverse_v_scale, random_for_v(randoms[i], keys), kV);
-    const uint32_t sign = m_magnitude > kInfinity ? 0 : (m_bits >> 24) & 0x80;
-    const uint32_t at_least = (v_bits | m_code) != 0 ? 1 : 0;
-    exp_avg[i] = static_cast<uint8_t>(m_code | sign);
-    exp_avg_sq[i] = static_cast<uint8_t>(std::max(v_code, at_least));
+        encode(m_bits & kMagnitude, inverse_m_scale, random_for_m(randoms[i]), kM) & 0x7f;
+    const uint32_t v_code = encode(v_bits, inverse_v_scale, random_for_v(randoms[i]), kV);
+    const uint32_t v_smallest = (kOffsetBits >> kV.shift) + std::min(v_bits | m_code, 1u);
+    exp_avg[i] = static_cast<uint8_t>(m_code | ((m_bits >> 24) & sign_mask));
+    exp_avg_sq[i] = static_cast<uint8_t>(std::max(v_code, v_smallest));
   }
 }
 
-// One chunk: the blocks of known length first, since constant trip counts make better loops.
 template <Loop kLoop, Master kMaster, typename Grad>
 OC_INLINE void step_chunk(const Arrays<Grad>& arrays, int64_t n, int64_t first_element, Keys keys,
-                          const Scalars s) {
-  int64_t i = 0;
-  for (; i + kBlock <= n; i += kBlock) {
-    step_block<kLoop, kMaster>(arrays.at(i), kBlock, counter_of(first_element + i), keys, s);
-  }
-  if (i < n) {
-    step_block<kLoop, kMaster>(arrays.at(i), n - i, counter_of(first_element + i), keys, s);
-  }
+                          const Scalars& s) {
+  const auto step = [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+    const Arrays<Grad> a = arrays.at(i);
+    step_block<kLoop, kMaster>(a.weight, a.remainder, a.exp_avg, a.exp_avg_sq, a.exp_avg_scale,
+                               a.exp_avg_sq_scale, a.grad, count, counter_of(first_element + i),
+                               keys, s);
+  };
+  // Whole blocks apart from the last one: a constant number of turns makes better loops.
+  const int64_t whole = n - n % kBlock;
+  for (int64_t i = 0; i < whole; i += kBlock) step(i, kBlock);
+  if (whole < n) step(whole, n - whole);
 }
 
 // ---------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@
 //   k0 = low half of z, k1 = high half
 //   x  = low half of element + high half of element * 0x9e3779b1 + k0
 //   x ^= x >> 16, x *= 0x7feb352d, x ^= x >> 15, x ^= k1, x *= 0x846ca68b, x ^= x >> 16
-//   r  = x for p, x >> 12 for m, ((x ^ k0) * 0x9e3779b1) >> 13 for v
+//   r  = x for p, x >> 12 for m, (x >> 5) & 0x7ffff for v
 //
 // An element that is not finite makes its weight NaN (0x7fc0) or infinite and its block's moments
 // useless, in the same bits everywhere; callers look for such gradients before.

@@ -184,8 +184,9 @@ def write_moments_(
     m_magnitude = m_bits & MAGNITUDE_BITS
     m_code = _encode_(m_magnitude, moments.exp_avg_scale, m_random, EXP_AVG)
     v_code = _encode_(v_bits, moments.exp_avg_sq_scale, v_random, EXP_AVG_SQ)
-    # The sign of a NaN is the hardware's choice: left out.
-    sign = ((m_bits >> 24) & 0x80).masked_fill_(m_magnitude > INFINITY_BITS, 0)
+    # The sign of a NaN is the hardware's choice, so a block with one has no signs.
+    has_nan = m_magnitude.amax(dim=1, keepdim=True) > INFINITY_BITS
+    sign = ((m_bits >> 24) & 0x80).masked_fill_(has_nan, 0)
     at_least = ((v_bits | m_code) != 0).to(torch.int32)
     n = moments.exp_avg.numel()
     moments.exp_avg.copy_((m_code | sign).view(-1)[:n])
@@ -223,7 +224,7 @@ def _encode_(magnitude_bits: Tensor, scale: Tensor, random: Tensor, code: Code) 
     new_scale = (largest.add_(0x20_0000) >> 23).clamp_(min=32)
     scale.copy_(new_scale)
     y = magnitude_bits.view(torch.float32) * _power_of_two(254 - new_scale)
-    t = y.add_(OFFSET).view(torch.int32).bitwise_and_(MAGNITUDE_BITS)
+    t = y.add_(OFFSET).view(torch.int32)
     return t.sub_(OFFSET_BITS).add_(random).bitwise_right_shift_(code.shift).clamp_(max=code.top)
 
 

@@ -54,8 +54,8 @@ def bits_for_exp_avg(random: Tensor) -> Tensor:
     return shift_right(random, 12)
 
 
-def bits_for_exp_avg_sq(random: Tensor, keys: tuple[int, int]) -> Tensor:
-    return shift_right((random ^ keys[0]).mul_(GOLDEN32), 13)
+def bits_for_exp_avg_sq(random: Tensor) -> Tensor:
+    return (random >> 5).bitwise_and_(0x7FFFF)
 
 
 def shift_right(x: Tensor, places: int) -> Tensor:

@@ -61,7 +61,7 @@ def _step_chunk_(
 
     random = random_bits(first_element, p_blocks.numel(), keys, weight.device)
     in_blocks = random.view(-1, format.BLOCK)
-    m_random, v_random = bits_for_exp_avg(in_blocks), bits_for_exp_avg_sq(in_blocks, keys)
+    m_random, v_random = bits_for_exp_avg(in_blocks), bits_for_exp_avg_sq(in_blocks)
     format.write_moments_(moments, m, v, m_random, v_random)
     p, random = p_blocks.view(-1)[:n], random[:n]
     if remainder is None:

@@ -56,7 +56,7 @@ def _encode(  # type: ignore[no-untyped-def]
 ):
     inverse_scale = _power_of_two(254 - scale)[:, None]
     y = magnitude_bits.to(tl.float32, bitcast=True) * inverse_scale
-    t = (y + 0.000030517578125).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    t = (y + 0.000030517578125).to(tl.int32, bitcast=True)
     return tl.minimum((t - 0x38000000 + random) >> SHIFT, TOP)
 
 
@@ -131,9 +131,9 @@ def _adamw_compact_kernel(  # type: ignore[no-untyped-def]
     m_scale = _scale_of(m_magnitude)
     v_scale = _scale_of(v_bits)
     m_code = _encode(m_magnitude, m_scale, _shift_right(random, 12), 20, 127)
-    v_random = _shift_right((random ^ key0) * -1640531535, 13)
-    v_code = _encode(v_bits, v_scale, v_random, 19, 255)
-    sign = tl.where(m_magnitude > 0x7F800000, 0, (m_bits >> 24) & 0x80)
+    v_code = _encode(v_bits, v_scale, (random >> 5) & 0x7FFFF, 19, 255)
+    has_nan = tl.max(m_magnitude, axis=1) > 0x7F800000
+    sign = tl.where(has_nan[:, None], 0, (m_bits >> 24) & 0x80)
     at_least = tl.where((v_bits | m_code) != 0, 1, 0)
     tl.store(exp_avg_scale_ptr + row, m_scale.to(tl.uint8), has_scale)
     tl.store(exp_avg_sq_scale_ptr + row, v_scale.to(tl.uint8), has_scale)
