@@ -1,4 +1,4 @@
-"""AdamW over exact and compact state, and the split fp32 master, with the same bits on every device.
+"""AdamW, over exact or compact state, and the split fp32 master, with one result on every device.
 
 Each operation is written once for the host in C++ (``kernels/`` at the root of the repository),
 once for the device in Triton, and once in plain torch operations for wherever neither is there.
@@ -26,8 +26,8 @@ from .library import has_library, host_isa
 from .master import join_master, split_master, split_master_
 
 __all__ = [
-    "AdamWScalars",
     "BLOCK",
+    "AdamWScalars",
     "CompactFormat",
     "CompactMoments",
     "accumulate_",

@@ -1,4 +1,4 @@
-"""What the tests of the compact state share: a state to step, and scalars that make a step simple."""
+"""What the tests of compact AdamW share: a state to step, and scalars that make a step simple."""
 
 from __future__ import annotations
 

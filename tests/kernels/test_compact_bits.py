@@ -11,8 +11,8 @@ from adamw_states import NUM_STEPS, assert_same_bits, hostile_grad, scalars_of
 from compact_states import CompactState
 from torch import Tensor
 
-from outcore.kernels import host_isa
 from outcore.kernels import compact_format as format_module
+from outcore.kernels import host_isa
 from outcore.kernels.compact_format import BLOCK, CompactFormat
 
 LENGTHS = (1, 127, 128, 40_003)
