@@ -30,15 +30,16 @@
 // nearest would leave averages where they are, since one step moves v by far less than half a code.
 //
 //   scale        = max(32, (min(largest bits(|x|) of the block, 0x7e800000) + 0x200000) >> 23)
-//   t            = bits(|x| * 2^(127 - scale) + 2^-15)              is below bits(1.75) + 2^-15
-//   magnitude    = min((t - bits(2^-15) + r) >> shift, top)         shift 20, top 127 for m;
-//                                                                   19 and 255 for v
+//   t            = bits(|x| * 2^(127 - scale) + 2^-15)
+//   magnitude    = min((t - bits(2^-15) + r) >> shift, top)
 //   |x|          = (float(bits(2^-15) + (magnitude << shift)) - 2^-15) * 2^(scale - 127)
 //
+// with shift = 20 and top = 127 for m, whose sign is in bit 7 of its code, and 19 and 255 for v.
 // Adding 2^-15 makes what would be a small floating-point format (16 binades of 8 or 16 steps each)
-// linear near zero, so that it needs no subnormals of its own. The code of m has its sign in bit 7.
+// linear near zero, so that it needs no subnormals of its own.
 // v is never stored as zero unless it and the code of m are zero: m / eps would be a huge update.
-// Zeroed memory is a state of zeros.
+// The scale leaves the largest number of a block below 1.75, so that it can be rounded up as well:
+// cut off at the top, it could not grow by small steps. Zeroed memory is a state of zeros.
 //
 //   bits(weight) = (bits(p) + (r & 0xffff)) >> 16                   minimal
 //   q            = (bits(p) + (r & 0xff)) & ~0xff                   compact
