@@ -20,12 +20,17 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-SOURCES = ["kernels/adamw.cpp", "kernels/checksum.cpp"]
-HEADERS = ["kernels/outcore_kernels.h"]
+SOURCES = [
+    "kernels/isa.cpp",
+    "kernels/adamw.cpp",
+    "kernels/adamw_compact.cpp",
+    "kernels/checksum.cpp",
+]
+HEADERS = ["kernels/outcore_kernels.h", "kernels/host_kernel.h"]
 LIBRARY = "outcore/kernels/_outcore_kernels.so"
 
 # Never -ffast-math (other bits) and never -march=native (the kernels choose their instruction set
-# at run time). What each flag is for is said in kernels/adamw.cpp.
+# at run time). What each flag is for is said in kernels/host_kernel.h.
 FLAGS = [
     "-O3",
     "-std=c++17",

@@ -3,7 +3,8 @@
 Both sides take a bf16 gradient and leave a bf16 weight. Ours reads and writes them in one pass over
 the split state (12 bytes a parameter). torch's keeps an fp32 weight and moments: the gradient is
 cast to fp32 before the step and the weight to bf16 after it. Both use the same threads of the same
-OpenMP runtime, in one process, and take turns, so that a noisy machine is noisy for both.
+OpenMP runtime, in one process, and take turns, so that a noisy machine is noisy for both. The
+compact state (5 bytes a parameter) and the minimal one (4 bytes) are measured beside the split one.
 
     python benchmarks/host_adamw.py --json host_adamw.json
 """
@@ -21,7 +22,14 @@ from pathlib import Path
 
 import torch
 
-from outcore.kernels import AdamWScalars, adamw_, split_master
+from outcore.kernels import (
+    AdamWScalars,
+    adamw_,
+    adamw_compact_,
+    split_master,
+    split_master24,
+    zero_moments,
+)
 from outcore.kernels.library import set_host_isa
 
 ISAS = ("avx512", "avx2", "neon", "scalar")
@@ -40,12 +48,16 @@ def available_isas() -> list[str]:
     return names
 
 
-def our_step(isa: str, grad: torch.Tensor, num_threads: int) -> Callable[[], None]:
-    weight, remainder = split_master(torch.randn(grad.numel()) * 0.02)
-    exp_avg, exp_avg_sq = torch.zeros(grad.numel()), torch.zeros(grad.numel())
-    scalars = AdamWScalars.of(
+def scalars_of_a_step() -> AdamWScalars:
+    return AdamWScalars.of(
         lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, step=10
     )
+
+
+def split_step(isa: str, grad: torch.Tensor, num_threads: int) -> Callable[[], None]:
+    weight, remainder = split_master(torch.randn(grad.numel()) * 0.02)
+    exp_avg, exp_avg_sq = torch.zeros(grad.numel()), torch.zeros(grad.numel())
+    scalars = scalars_of_a_step()
 
     def step() -> None:
         set_host_isa(isa)
@@ -56,6 +68,29 @@ def our_step(isa: str, grad: torch.Tensor, num_threads: int) -> Callable[[], Non
             exp_avg_sq=exp_avg_sq,
             grad=grad,
             scalars=scalars,
+            threads=num_threads,
+        )
+
+    return step
+
+
+def compact_step(
+    isa: str, grad: torch.Tensor, num_threads: int, *, is_minimal: bool
+) -> Callable[[], None]:
+    weight, remainder = split_master24(torch.randn(grad.numel()) * 0.02)
+    moments = zero_moments(grad.numel())
+    scalars = scalars_of_a_step()
+
+    def step() -> None:
+        set_host_isa(isa)
+        adamw_compact_(
+            weight=weight,
+            remainder=None if is_minimal else remainder,
+            **moments._asdict(),
+            grad=grad,
+            scalars=scalars,
+            seed=0,
+            step=10,
             threads=num_threads,
         )
 
@@ -112,7 +147,12 @@ def main() -> None:
     torch.manual_seed(0)
     grad = (torch.randn(options.params) * 1e-3).bfloat16()
     steps = {"torch": torch_step(grad)}
-    steps |= {isa: our_step(isa, grad, options.threads) for isa in available_isas()}
+    for isa in available_isas():
+        steps[isa] = split_step(isa, grad, options.threads)
+        for state in ("compact", "minimal"):
+            steps[f"{isa} {state}"] = compact_step(
+                isa, grad, options.threads, is_minimal=state == "minimal"
+            )
     seconds = measure(steps, options.repeats)
     set_host_isa("auto")
 

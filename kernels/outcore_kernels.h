@@ -36,6 +36,39 @@
 // words, pages that changed places, another seed) leaves it the same once in about 2^64 times.
 // Parts of a record are summed by whoever holds them, in any order.
 //
+// Compact state. The same arithmetic on fp32 numbers that are stored in fewer bits: moments as
+// 8-bit codes with one scale for each block of OC_BLOCK elements, the master as 24 bits (bf16
+// weight and 8-bit remainder, "compact") or as the bf16 weight alone ("minimal"). All rounding is
+// stochastic, by r, random bits that depend on seed, step and element and on nothing else: to the
+// nearest would leave averages where they are, since one step moves v by far less than half a code.
+//
+//   scale        = max(32, (min(largest bits(|x|) of the block, 0x7e800000) + 0x200000) >> 23)
+//   t            = bits(|x| * 2^(127 - scale) + 2^-15)
+//   magnitude    = min((t - bits(2^-15) + r) >> shift, top)
+//   |x|          = (float(bits(2^-15) + (magnitude << shift)) - 2^-15) * 2^(scale - 127)
+//
+// with shift = 20 and top = 127 for m, whose sign is in bit 7 of its code, and 19 and 255 for v.
+// Adding 2^-15 makes what would be a small floating-point format (16 binades of 8 or 16 steps each)
+// linear near zero, so that it needs no subnormals of its own.
+// v is never stored as zero unless it and the code of m are zero: m / eps would be a huge update.
+// The scale leaves the largest number of a block below 1.75, so that it can be rounded up as well:
+// cut off at the top, it could not grow by small steps. Zeroed memory is a state of zeros.
+//
+//   bits(weight) = (bits(p) + (r & 0xffff)) >> 16                   minimal
+//   q            = (bits(p) + (r & 0xff)) & ~0xff                   compact
+//   bits(weight) = (q + 0x8000) >> 16, remainder = int8(q >> 8)
+//
+// The random bits of an element, in 32-bit arithmetic, with two keys from (seed, step):
+//
+//   z  = mix(mix(seed + G) + step + G)    mix: the finaliser of splitmix64, G = 0x9e3779b97f4a7c15
+//   k0 = low half of z, k1 = high half
+//   x  = low half of element + high half of element * 0x9e3779b1 + k0
+//   x ^= x >> 16, x *= 0x7feb352d, x ^= x >> 15, x ^= k1, x *= 0x846ca68b, x ^= x >> 16
+//   r  = x for p, x >> 12 for m, (x >> 5) & 0x7ffff for v
+//
+// An element that is not finite makes its weight NaN (0x7fc0) or infinite and its block's moments
+// useless, in the same bits everywhere; callers look for such gradients before.
+//
 // Arrays of one call must not overlap. Each function may be called from many threads at once.
 
 #ifndef OUTCORE_KERNELS_H_
@@ -48,7 +81,7 @@ extern "C" {
 #endif
 
 // Raised whenever a signature, a struct or the meaning of a value in this file changes.
-#define OC_ABI_VERSION 1
+#define OC_ABI_VERSION 2
 
 enum oc_status {
   OC_OK = 0,
@@ -58,6 +91,7 @@ enum oc_status {
   OC_ERROR_THREADS = -4,    // threads is negative
   OC_ERROR_ALIGNMENT = -5,  // an array is not aligned to its element type
   OC_ERROR_ISA = -6,        // the name is unknown, or this CPU lacks the instructions
+  OC_ERROR_BLOCK = -7,      // first_element is negative or no multiple of OC_BLOCK
 };
 
 enum oc_dtype { OC_BF16 = 0, OC_FP32 = 1 };
@@ -93,6 +127,23 @@ int oc_adamw_split(uint16_t* weight, int16_t* remainder, float* exp_avg, float* 
 // One AdamW step over n fp32 parameters.
 int oc_adamw_fp32(float* weight, float* exp_avg, float* exp_avg_sq, const void* grad,
                   int grad_dtype, int64_t n, const struct oc_adamw_scalars* scalars, int threads);
+
+// Elements that share the scales of compact moments. The last block of an array may be shorter.
+#define OC_BLOCK 128
+
+// One AdamW step over n parameters in the compact state; the scale arrays have ceil(n / OC_BLOCK)
+// elements. first_element is the index of the first parameter in whatever seed stands for, so that
+// the bits do not depend on how an array is split into calls.
+int oc_adamw_compact(uint16_t* weight, int8_t* remainder, uint8_t* exp_avg, uint8_t* exp_avg_sq,
+                     uint8_t* exp_avg_scale, uint8_t* exp_avg_sq_scale, const void* grad,
+                     int grad_dtype, int64_t n, const struct oc_adamw_scalars* scalars,
+                     uint64_t seed, uint64_t step, int64_t first_element, int threads);
+
+// The same without remainders: the minimal state.
+int oc_adamw_minimal(uint16_t* weight, uint8_t* exp_avg, uint8_t* exp_avg_sq,
+                     uint8_t* exp_avg_scale, uint8_t* exp_avg_sq_scale, const void* grad,
+                     int grad_dtype, int64_t n, const struct oc_adamw_scalars* scalars,
+                     uint64_t seed, uint64_t step, int64_t first_element, int threads);
 
 int oc_split_master(const float* master, uint16_t* weight, int16_t* remainder, int64_t n,
                     int threads);

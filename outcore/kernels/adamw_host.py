@@ -10,7 +10,7 @@ from torch import Tensor
 from .adamw_scalars import AdamWScalars
 from .library import ScalarsStruct, check_status
 
-_GRAD_DTYPE = {torch.bfloat16: 0, torch.float32: 1}  # enum oc_dtype
+GRAD_DTYPE = {torch.bfloat16: 0, torch.float32: 1}  # enum oc_dtype
 
 
 def adamw_(
@@ -28,7 +28,7 @@ def adamw_(
         exp_avg.data_ptr(),
         exp_avg_sq.data_ptr(),
         grad.data_ptr(),
-        _GRAD_DTYPE[grad.dtype],
+        GRAD_DTYPE[grad.dtype],
         weight.numel(),
         ctypes.byref(ScalarsStruct(**vars(scalars))),
         threads,

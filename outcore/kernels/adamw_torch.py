@@ -32,14 +32,14 @@ def adamw_(
         chunk = slice(begin, begin + CHUNK)
         moments_and_grad = (exp_avg[chunk], exp_avg_sq[chunk], grad[chunk])
         if remainder is None:
-            _update_(weight[chunk], *moments_and_grad, scalars)
+            update_(weight[chunk], *moments_and_grad, scalars)
         else:
             master = join_by_torch(weight[chunk], remainder[chunk])
-            _update_(master, *moments_and_grad, scalars)
+            update_(master, *moments_and_grad, scalars)
             split_by_torch_(master, weight[chunk], remainder[chunk])
 
 
-def _update_(p: Tensor, m: Tensor, v: Tensor, grad: Tensor, s: AdamWScalars) -> None:
+def update_(p: Tensor, m: Tensor, v: Tensor, grad: Tensor, s: AdamWScalars) -> None:
     g = grad.float() * s.grad_scale
     m.mul_(s.beta1).add_(g * s.one_minus_beta1)
     v.mul_(s.beta2).add_((g * g).mul_(s.one_minus_beta2))

@@ -19,7 +19,7 @@ import torch
 from .adamw_scalars import AdamWScalars
 
 LIBRARY_PATH = Path(__file__).with_name("_outcore_kernels.so")
-ABI_VERSION = 1  # OC_ABI_VERSION in outcore_kernels.h
+ABI_VERSION = 2  # OC_ABI_VERSION in outcore_kernels.h
 
 _STATUS_TEXT = {
     -1: "a null pointer",
@@ -28,6 +28,7 @@ _STATUS_TEXT = {
     -4: "a negative number of threads",
     -5: "an array that is not aligned to its elements",
     -6: "an instruction set that is unknown or that this CPU lacks",
+    -7: "a first element that is not at the start of a block",
 }
 
 
@@ -37,8 +38,10 @@ class ScalarsStruct(ctypes.Structure):
     _fields_ = [(field.name, ctypes.c_float) for field in fields(AdamWScalars)]
 
 
-_ARRAY, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_ARRAY, _SIZE, _INT, _UINT64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint64
 _SCALARS = ctypes.POINTER(ScalarsStruct)
+# What oc_adamw_compact and oc_adamw_minimal have in common: moments, scales, gradient and on.
+_COMPACT = [*[_ARRAY] * 5, _INT, _SIZE, _SCALARS, _UINT64, _UINT64, _SIZE, _INT]
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "oc_isa": (ctypes.c_char_p, []),
     "oc_set_isa": (_INT, [ctypes.c_char_p]),
@@ -47,6 +50,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
         [_ARRAY, _ARRAY, _ARRAY, _ARRAY, _ARRAY, _INT, _SIZE, _SCALARS, _INT],
     ),
     "oc_adamw_fp32": (_INT, [_ARRAY, _ARRAY, _ARRAY, _ARRAY, _INT, _SIZE, _SCALARS, _INT]),
+    "oc_adamw_compact": (_INT, [_ARRAY, _ARRAY, *_COMPACT]),
+    "oc_adamw_minimal": (_INT, [_ARRAY, *_COMPACT]),
     "oc_split_master": (_INT, [_ARRAY, _ARRAY, _ARRAY, _SIZE, _INT]),
     "oc_join_master": (_INT, [_ARRAY, _ARRAY, _ARRAY, _SIZE, _INT]),
     "oc_checksum_pages": (
