@@ -51,6 +51,7 @@ def offload(
     activations: Choice = "auto",
     dtype: torch.dtype | None = None,
     gradient_dtype: torch.dtype | None = None,
+    state_format: str = "fp32",
     num_slots: int = 3,
     num_visits: int | None = None,
     compile: bool | None = None,
@@ -69,6 +70,9 @@ def offload(
     dtype: bfloat16 computes in bf16 with an fp32 master; float32 is fp32 throughout. None:
         bfloat16 on a GPU, float32 on the CPU.
     gradient_dtype: the type in which gradients leave the device; None: the same as dtype.
+    state_format: "fp32" is exact, 12 bytes a parameter with its bf16 weight; "compact" (8-bit
+        moments, 24-bit master) takes 5, "minimal" (8-bit moments, bf16 weights) 4; both round
+        stochastically and need dtype=torch.bfloat16.
     num_slots: device buffers that streamed weights pass through.
     num_visits: device buffers for optimizer state that is updated on the device; None: as fits.
     compile: torch.compile the blocks and the loss; None: on a GPU.
@@ -87,6 +91,7 @@ def offload(
         activations=activations,
         dtype=dtype,
         gradient_dtype=gradient_dtype,
+        state_format=state_format,
         num_slots=num_slots,
         num_visits=num_visits,
         compile=compile,

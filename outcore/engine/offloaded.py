@@ -64,6 +64,7 @@ class Engine:
         self.backend = OptimizerBackend(
             units,
             OptimizerPlacement(
+                state_format=options.state_format,
                 wire_dtype=options.gradient_dtype,
                 num_visits=options.num_visits,
             ),

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from outcore.optim.state_format import StateFormat
+from outcore.optim.state_format import state_format as make_state_format
 from outcore.plan.plan import Budgets, Plan
 from outcore.store.disk_budget import DiskBudget, parse_disk
 from outcore.units import parse_bytes
@@ -34,6 +36,7 @@ class OffloadOptions:
     activations: str | tuple[str, ...]
     dtype: torch.dtype
     gradient_dtype: torch.dtype
+    state_format: StateFormat
     num_slots: int
     num_visits: int | None
     is_compiled: bool
@@ -51,7 +54,15 @@ class OffloadOptions:
         return tuple(choice)
 
 
-PLANNED = ("weights", "state", "activations", "micro_batch", "num_slots", "num_visits")
+PLANNED = (
+    "weights",
+    "state",
+    "state_format",
+    "activations",
+    "micro_batch",
+    "num_slots",
+    "num_visits",
+)
 """What a plan decides: given with one, an option must be left at its default."""
 
 
@@ -67,6 +78,7 @@ def planned(plan: Plan, options: dict[str, Any], defaults: dict[str, Any]) -> di
     return {
         **options,
         "dtype": dtype,
+        "state_format": plan.job.state_format,
         "device_memory": options["device_memory"] or budgets.device_bytes,
         "host_memory": options["host_memory"] or budgets.host_bytes,
         "disk": options["disk"] or _disk_text(budgets),
@@ -99,6 +111,7 @@ def check_options(
     activations: Choice,
     dtype: torch.dtype | None,
     gradient_dtype: torch.dtype | None,
+    state_format: str,
     num_slots: int,
     num_visits: int | None,
     compile: bool | None,
@@ -110,7 +123,8 @@ def check_options(
     if activations != "auto":
         activations = _choice("activations", activations, _ACTIVATIONS, also=("auto",))
     if dtype is None:
-        dtype = torch.bfloat16 if chosen.type == "cuda" else torch.float32
+        is_exact = chosen.type != "cuda" and state_format == "fp32"
+        dtype = torch.float32 if is_exact else torch.bfloat16
     if dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(
             f"dtype must be torch.bfloat16 (with an fp32 master) or torch.float32, not {dtype}"
@@ -140,6 +154,7 @@ def check_options(
         activations=activations,
         dtype=dtype,
         gradient_dtype=gradient_dtype,
+        state_format=make_state_format(state_format, dtype),
         num_slots=num_slots,
         num_visits=num_visits,
         is_compiled=chosen.type == "cuda" if compile is None else compile,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from outcore.blocks import Part, find_parts
 from outcore.engine.options import OffloadOptions
 from outcore.errors import UnsupportedModel
-from outcore.kernels import split_master_
+from outcore.kernels import split_master24, split_master_
 from outcore.optim.backend import MakeDisk
 from outcore.optim.disk_updater import num_staging_buffers
 from outcore.optim.updates import MAX_PIECE_ELEMENTS
@@ -40,6 +40,7 @@ def build_units(model: nn.Module, options: OffloadOptions) -> list[Unit]:
     """Return the model's units, with no memory yet."""
     heads = [m for m in (_embedding(model, "input"), _embedding(model, "output")) if m is not None]
     units: list[Unit] = []
+    first_element = 0
     for part in find_parts(model):
         for name, parameter in part.parameters.items():
             if parameter.dtype not in _DTYPES:
@@ -54,10 +55,12 @@ def build_units(model: nn.Module, options: OffloadOptions) -> list[Unit]:
                 arrives_whole=part.is_block or runs_as_block(part, heads),
                 layout=SpanLayout.of(part.parameters),
                 dtype=options.dtype,
+                first_element=first_element,
                 weights_home="device",
                 state_home=options.edge_state,
             )
         )
+        first_element += units[-1].layout.trainable_numel
     blocks = [unit for unit in units if unit.part.is_block]
     homes = (options.for_blocks(name, len(blocks)) for name in ("weights", "state"))
     for unit, weights, state in zip(blocks, *homes, strict=True):
@@ -93,7 +96,8 @@ def place_units(
     """
     streamed = [u for u in units if u.weights_home == "host"]
     on_disk = [u for u in units if u.weights_home == "disk"]
-    with_remainder = [u for u in units if _needs_remainder(u, source)]
+    remainder = options.state_format.remainder
+    with_remainder = [u for u in units if _needs_remainder(u, source)] if remainder else []
     pin = options.device.type == "cuda"
     resident = [u for u in units if u.weights_home == "device"]
     device_ledger.take(
@@ -105,8 +109,10 @@ def place_units(
     if streamed:
         total = sum(aligned_bytes(u.layout.numel, u.dtype) for u in streamed)
         arena = HostArena(total, purpose="weights", ledger=host_ledger, pin=pin)
-    if with_remainder:
-        total = sum(aligned_bytes(u.layout.trainable_numel, torch.int16) for u in with_remainder)
+    if remainder is not None and with_remainder:
+        total = sum(
+            aligned_bytes(u.layout.trainable_numel, remainder.dtype) for u in with_remainder
+        )
         remainders = HostArena(total, purpose="optimizer state", ledger=host_ledger, pin=pin)
     for unit in units:
         if unit in streamed:
@@ -117,8 +123,9 @@ def place_units(
                 unit.layout.numel, dtype=unit.dtype, device=options.device
             )
         if unit in with_remainder:
+            assert remainder is not None
             assert remainders is not None
-            unit.remainder = remainders.span(unit.layout.trainable_numel, torch.int16)
+            unit.remainder = remainders.span(unit.layout.trainable_numel, remainder.dtype)
     if on_disk:
         assert make_disk is not None
         shapes = [
@@ -170,7 +177,12 @@ def _move_in(unit: Unit, loaded: dict[str, Tensor] | None, replaced: Replaced) -
             split_into = (
                 remainder.to(place.device) if place.device != remainder.device else remainder
             )
-            split_master_(master, place.view(-1), split_into)
+            if remainder.dtype == torch.int8:
+                weight24, remainder24 = split_master24(master)
+                place.view(-1).copy_(weight24)
+                split_into.copy_(remainder24)
+            else:
+                split_master_(master, place.view(-1), split_into)
             remainder.copy_(split_into)
         else:
             # Cast where the values are: a cast on the way between devices goes through pageable

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from outcore.errors import NonFiniteGradient
 from outcore.kernels import AdamWScalars, has_library
 from outcore.optim.backend import OptimizerBackend
+from outcore.optim.state_format import Rounding
 from outcore.optim.updates import Chunk, ChunkUpdate, Segment
 from outcore.stream.lanes import Fence
 
@@ -32,6 +33,7 @@ class AdamW(torch.optim.Optimizer):
     ``update_during_backward``: start updates while the backward still runs. It excludes clipping
     and more than one ``backward()`` a step, and a non-finite gradient is found only after earlier
     blocks were updated.
+    ``rounding_seed``: for the stochastic rounding of compact and minimal state.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class AdamW(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         on_non_finite: str = "raise",
         update_during_backward: bool = False,
+        rounding_seed: int = 0,
     ) -> None:
         _check(lr, betas, eps, weight_decay, max_grad_norm, on_non_finite)
         if update_during_backward and max_grad_norm is not None:
@@ -55,6 +58,7 @@ class AdamW(torch.optim.Optimizer):
         self.max_grad_norm = max_grad_norm
         self.on_non_finite = on_non_finite
         self.update_during_backward = update_during_backward
+        self.rounding_seed = rounding_seed
         self.grad_norm: float | None = None  # of the last step, before clipping
         self.num_skipped_steps = 0
         self._step = 0
@@ -138,6 +142,11 @@ class AdamW(torch.optim.Optimizer):
                     continue
                 if value is None:
                     value = target if name == "remainder" else torch.zeros_like(target)
+                if value.dtype != target.dtype and torch.uint8 in (value.dtype, target.dtype):
+                    raise ValueError(
+                        f"state {name} of parameter {index} is {value.dtype}, needs "
+                        f"{target.dtype}: it was saved with another state_format"
+                    )
                 if target.shape != value.shape:
                     raise ValueError(
                         f"state {name} of parameter {index} has shape {tuple(value.shape)}, "
@@ -202,6 +211,7 @@ class AdamW(torch.optim.Optimizer):
             state=self._backend.states[chunk.unit.index],
             segments=self._segments[chunk.unit.index],
             scalars=scalars,
+            rounding=Rounding(seed=self.rounding_seed, step=self._step),
             gradient=gradient,
             after=after,
             on_read=on_read,
@@ -278,14 +288,10 @@ class AdamW(torch.optim.Optimizer):
                 parameter = unit.parameters[field.name]
                 if id(parameter) not in in_groups:
                     continue
-                cut = slice(field.offset, field.end)
-                entry: dict[str, Any] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": state.exp_avg[cut].view(field.shape),
-                    "exp_avg_sq": state.exp_avg_sq[cut].view(field.shape),
-                }
-                if state.remainder is not None:
-                    entry["remainder"] = state.remainder[cut].view(field.shape)
+                entry: dict[str, Any] = {"step": torch.tensor(0.0)}
+                for kind, tensor in state.named():
+                    cut = tensor[field.offset // kind.per : -(-field.end // kind.per)]
+                    entry[kind.name] = cut.view(field.shape) if kind.per == 1 else cut
                 self.state[parameter] = entry
 
 

@@ -25,6 +25,7 @@ from outcore.optim.state import (
     build_on_host,
     disk_shapes,
 )
+from outcore.optim.state_format import StateFormat
 from outcore.optim.updates import (
     MAX_PIECE_ELEMENTS,
     Chunk,
@@ -45,8 +46,9 @@ DEVICE_STATE = ("lodged state", "state visits")  # purposes in the device's book
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerPlacement:
-    """In which type gradients travel, and how much state may be updated on the device."""
+    """How state is kept, how gradients travel, and how much may be updated on the device."""
 
+    state_format: StateFormat
     wire_dtype: torch.dtype
     num_visits: int | None  # chunks with buffers on the device; None: as many as help and fit
 
@@ -128,20 +130,21 @@ class OptimizerBackend:
         passing: Callable[..., None] | None,
         check: Callable[[Chunk], None],
     ) -> None:
+        format = self._placement.state_format
         on_device = [unit for unit in self.units if unit.state_home == "device"]
         on_host = [unit for unit in self.units if unit.state_home == "host"]
         on_disk = [unit for unit in self.units if unit.state_home == "disk"]
         built = {
-            **build_on_device(on_device, device=self._device, ledger=self._device_ledger),
-            **build_on_host(on_host, ledger=self._host_ledger, pin=self._pin),
+            **build_on_device(on_device, format, device=self._device, ledger=self._device_ledger),
+            **build_on_host(on_host, format, ledger=self._host_ledger, pin=self._pin),
         }
         if on_disk:
             assert self._make_disk is not None
-            shapes = disk_shapes(on_disk, MAX_PIECE_ELEMENTS)
+            shapes = disk_shapes(on_disk, format, MAX_PIECE_ELEMENTS)
             self._disk = self._make_disk(
                 "state", shapes, num_staging_buffers(len(shapes) // len(on_disk))
             )
-            built.update(build_on_disk(on_disk, self._disk))
+            built.update(build_on_disk(on_disk, format, self._disk))
         self.states = {unit.index: built[unit.index] for unit in self.units}
         copy_out = Lane("copy-out", self._device, hardware="to host")
         copy_back = Lane("copy-back", self._device, hardware="to device")

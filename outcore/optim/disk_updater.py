@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from outcore.errors import OutcoreError
-from outcore.optim.updates import ChunkUpdate
+from outcore.optim.updates import MAX_PIECE_ELEMENTS, ChunkUpdate
 from outcore.stream.disk_tensors import DiskTensor
 from outcore.stream.lanes import Fence, Lane, injected_delay
 from outcore.stream.recording import recorded
@@ -142,15 +142,15 @@ class DiskUpdater:
 def _stage(update: ChunkUpdate) -> _Staged:
     """Start to read what is on disk of an update's tensors."""
     chunk = update.chunk
+    piece, offset = divmod(chunk.start, chunk.unit.piece_numel(MAX_PIECE_ELEMENTS))
+    assert offset == 0, "a chunk is one piece"
     tensors, fetched = update.home_tensors(), []
     for i, tensor in enumerate(update.state.on_disk):
-        if tensor is None:
-            continue
-        piece = chunk.start // tensor.shape.piece_numel
-        assert tensor.shape.bounds(piece)[0] == chunk.start, "a chunk is one piece"
-        values, here = tensor.fetch(piece)
-        fetched.append((tensor, values, here))
-        tensors[i] = values[: chunk.numel]  # a piece of weights may have frozen ones behind
+        if tensor is not None:
+            tensors[i], here = tensor.fetch(piece)
+            fetched.append((tensor, tensors[i], here))
+    # A piece of weights may have frozen ones behind.
+    tensors = update.state.format.cut(tensors, 0, chunk.numel)
     return _Staged(update=update, piece=piece, tensors=tensors, fetched=fetched)
 
 

@@ -40,8 +40,10 @@ class _Lodger:
 
 def lodger_bytes(chunk: Chunk, state: UnitState, gradient_dtype: torch.dtype) -> int:
     """Return the device bytes that the chunk's lodging takes."""
-    tensors = state.tensors() if chunk.unit.device_weight is None else state.tensors()[1:]
-    return chunk.numel * (sum(t.itemsize for t in tensors) + gradient_dtype.itemsize)
+    num_bytes = state.format.num_bytes(chunk.numel) + chunk.numel * gradient_dtype.itemsize
+    if chunk.unit.device_weight is None:
+        num_bytes += chunk.numel * state.weight.itemsize
+    return num_bytes
 
 
 def urgent_chunks(schedule: Sequence[Scheduled]) -> int:
@@ -65,11 +67,13 @@ class Lodgers:
         self._generation = 0
         self._lodgers: dict[tuple[int, int], _Lodger] = {}
         for chunk, state in lodged:
-            cut = slice(chunk.start, chunk.end)
-            home = [tensor[cut] for tensor in state.tensors()]
+            home = state.cut(chunk.start, chunk.end)
             tensors = [torch.empty_like(tensor, device=device) for tensor in home[1:]]
-            resident = chunk.unit.device_weight
-            weight = torch.empty_like(home[0], device=device) if resident is None else resident[cut]
+            weight = (
+                torch.empty_like(home[0], device=device)
+                if chunk.unit.device_weight is None
+                else chunk.unit.device_weight[chunk.start : chunk.end]
+            )
             self._lodgers[chunk.key] = _Lodger(
                 chunk=chunk,
                 home=home,

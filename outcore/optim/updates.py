@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from outcore.kernels import AdamWScalars, adamw_
+from outcore.kernels import AdamWScalars
 from outcore.optim.state import UnitState
+from outcore.optim.state_format import Rounding
 from outcore.store.spans import ALIGN_ELEMENTS
 from outcore.stream.lanes import Fence
 from outcore.stream.unit import Unit
@@ -66,6 +67,7 @@ class ChunkUpdate:
     state: UnitState
     segments: Sequence[Segment]
     scalars: Sequence[AdamWScalars]  # by param group
+    rounding: Rounding
     gradient: Callable[[], Tensor]  # the chunk's gradient, valid after the fences
     after: Sequence[Fence]
     on_read: Callable[[Fence | None], None] | None = None  # the gradient has been read, after this
@@ -85,25 +87,21 @@ class ChunkUpdate:
 
     def apply(self, tensors: Sequence[Tensor], gradient: Tensor) -> None:
         """Run AdamW over ``tensors`` (UnitState.tensors() cut to the chunk), wherever they are."""
-        weight, *rest = tensors
-        remainder = rest[0] if len(rest) == 3 else None
-        exp_avg, exp_avg_sq = rest[-2:]
         for segment in self.segments:
             start = max(segment.start, self.chunk.start) - self.chunk.start
             end = min(segment.end, self.chunk.end) - self.chunk.start
             if start >= end:
                 continue
-            adamw_(
-                weight=weight[start:end],
-                remainder=None if remainder is None else remainder[start:end],
-                exp_avg=exp_avg[start:end],
-                exp_avg_sq=exp_avg_sq[start:end],
-                grad=gradient[start:end],
-                scalars=self.scalars[segment.group],
+            self.state.format.update_(
+                self.state.format.cut(tensors, start, end),
+                gradient[start:end],
+                self.scalars[segment.group],
+                self.rounding,
+                self.chunk.unit.first_element + self.chunk.start + start,
             )
 
     def home_tensors(self) -> list[Tensor]:
-        return [t[self.chunk.start : self.chunk.end] for t in self.state.tensors()]
+        return self.state.cut(self.chunk.start, self.chunk.end)
 
     def fail(self, error: BaseException) -> None:
         for fence in (self.weight_ready, self.done):

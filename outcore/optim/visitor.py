@@ -33,7 +33,8 @@ class _Visit:
 
 def visit_bytes(state: UnitState, numel: int, gradient_dtype: torch.dtype) -> int:
     """Return the device bytes of one visit of ``numel`` elements."""
-    return numel * (sum(t.itemsize for t in state.tensors()) + gradient_dtype.itemsize)
+    each = state.weight.itemsize + gradient_dtype.itemsize
+    return numel * each + state.format.num_bytes(numel)
 
 
 class Visitor:
@@ -49,10 +50,10 @@ class Visitor:
         device: torch.device,
         gradient_dtype: torch.dtype,
     ) -> None:
-        """``like``: a state with the types of all; ``numel``: of the largest chunk."""
+        """``like``: the state of the largest chunk, which has ``numel`` elements."""
         self.num_updated = 0  # elements, since the start
         buffers = [
-            [torch.empty(numel, dtype=t.dtype, device=device) for t in like.tensors()]
+            [torch.empty_like(tensor, device=device) for tensor in like.cut(0, numel)]
             for _ in range(num_visits)
         ]
         gradients = [
@@ -97,7 +98,7 @@ class Visitor:
             fence.block()
         visit = self._visits[self._turn]
         self._turn = (self._turn + 1) % len(self._visits)
-        buffers = [buffer[: chunk.numel] for buffer in visit.buffers]
+        buffers = update.state.format.cut(visit.buffers, 0, chunk.numel)
         gradient = visit.gradient[: chunk.numel]
         home = update.home_tensors()
         resident = chunk.unit.device_weight

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from outcore.kernels.checksum import PAGE_BYTES
 from outcore.store.ledger import Ledger
 from outcore.store.scratch_file import ScratchFile
 from outcore.stream.disk_lanes import DiskLanes
@@ -98,7 +99,8 @@ class DiskTensors:
         pin: bool,
     ) -> None:
         for shape in shapes:
-            assert shape.num_pieces == 1 or shape.piece_numel % PIECE_ALIGN == 0, shape
+            piece_bytes = shape.piece_numel * shape.dtype.itemsize
+            assert shape.num_pieces == 1 or piece_bytes % PAGE_BYTES == 0, shape
         sizes = [
             (shape.bounds(piece)[1] - shape.bounds(piece)[0]) * shape.dtype.itemsize
             for shape in shapes

@@ -26,12 +26,13 @@ class Unit:
     arrives_whole: bool  # its gradient comes in one piece, not parameter by parameter
     layout: SpanLayout
     dtype: torch.dtype
+    first_element: int = 0  # of its trainable prefix among all units'
     weights_home: str = "host"
     state_home: str = "host"
     host_weight: Tensor | None = None  # flat, the whole span
     device_weight: Tensor | None = None  # flat, the whole span
     disk_weight: DiskTensor | None = None  # then host_weight is its mapped view
-    remainder: Tensor | None = None  # flat int16, the trainable prefix; what bf16 rounded away
+    remainder: Tensor | None = None  # flat, the trainable prefix: what bf16 rounded away
     version: int = 0
     pending: list[Fence] = field(default_factory=list)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from outcore.blocks import Part
 from outcore.optim.state import UnitState
+from outcore.optim.state_format import Rounding, state_format
 from outcore.optim.updates import Chunk, ChunkUpdate, UpdateQueue, chunks_of
 from outcore.store.spans import ALIGN_ELEMENTS, SpanLayout
 from outcore.stream.unit import Unit
@@ -62,9 +63,15 @@ def test_chunks_tile_the_trainable_prefix(units: list[Unit], max_numel: int) -> 
 def an_update(chunk: Chunk) -> ChunkUpdate:
     numel = chunk.unit.layout.trainable_numel
     flat = torch.zeros(numel)
-    state = UnitState(weight=flat, remainder=None, exp_avg=flat, exp_avg_sq=flat)
+    fp32 = state_format("fp32", torch.float32)
     return ChunkUpdate(
-        chunk=chunk, state=state, segments=[], scalars=[], gradient=lambda: flat, after=[]
+        chunk=chunk,
+        state=UnitState(format=fp32, weight=flat, rest=(flat, flat)),
+        segments=[],
+        scalars=[],
+        rounding=Rounding(seed=0, step=1),
+        gradient=lambda: flat,
+        after=[],
     )
 
 
