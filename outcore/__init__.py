@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outcore.engine.create import from_config, load
     from outcore.engine.offload import engine_of, offload, release, synchronize
+    from outcore.engine.run_record import record, report
     from outcore.errors import (
         LaneError,
         NonFiniteGradient,
@@ -32,7 +33,9 @@ __all__ = [
     "from_config",
     "load",
     "offload",
+    "record",
     "release",
+    "report",
     "synchronize",
 ]
 
@@ -41,6 +44,7 @@ __all__ = [
 _HOMES = {
     "outcore.engine.create": ("from_config", "load"),
     "outcore.engine.offload": ("engine_of", "offload", "release", "synchronize"),
+    "outcore.engine.run_record": ("record", "report"),
     "outcore.errors": (
         "LaneError",
         "NonFiniteGradient",

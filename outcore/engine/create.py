@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from outcore.blocks import Part
 from outcore.engine.checkpoint_files import CheckpointFiles
-from outcore.engine.offload import offload, offload_from, resolve_options
+from outcore.engine.offload import engine_of, offload, offload_from, resolve_options
 from outcore.engine.options import OffloadOptions
 from outcore.errors import UnsupportedModel
 
@@ -31,6 +31,7 @@ def from_config(config: Any, *, auto_class: Any = None, **options: Any) -> Any:
     model = offload_from(model, checked, source=_Initialised(model, checked))
     _fill_meta_buffers(model, checked.device)
     _initialise_containers(model)
+    engine_of(model).plan = options.get("plan")
     return model
 
 
@@ -68,6 +69,7 @@ def load(directory: str | Path, *, auto_class: Any = None, **options: Any) -> An
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.eval()
+    engine_of(model).plan = options.get("plan")
     return model
 
 

@@ -107,7 +107,9 @@ def offload(
             f"{meta[0]} and {len(meta) - 1} more parameters are on the meta device and have no "
             "values: use outcore.load(directory) or outcore.from_config(config)"
         )
-    return offload_from(model, options, source=None)
+    offloaded = offload_from(model, options, source=None)
+    engine_of(offloaded).plan = plan
+    return offloaded
 
 
 def resolve_options(*, plan: Plan | None = None, **given: Any) -> OffloadOptions:

@@ -16,6 +16,7 @@ from outcore.engine.disk_tier import DiskTier
 from outcore.engine.host_inputs import HostInputs
 from outcore.engine.options import OffloadOptions
 from outcore.optim.backend import DEVICE_STATE, OptimizerBackend, OptimizerPlacement
+from outcore.plan.plan import Plan
 from outcore.store.ledger import Ledger, TierReport, tier_report
 from outcore.stream.lanes import Lane
 from outcore.stream.slots import Slots
@@ -45,6 +46,7 @@ class Engine:
         self.device_ledger = device_ledger
         self.slots = slots
         self.disk = disk
+        self.plan: Plan | None = None
         self._written: dict[int, int] = {}  # versions of the parameters, as last seen
         self.called_edges: set[int] = set()  # units that a module's call has waited for
         self.defers_logits = False

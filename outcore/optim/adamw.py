@@ -20,6 +20,7 @@ from outcore.optim.backend import OptimizerBackend
 from outcore.optim.state_format import Rounding
 from outcore.optim.updates import Chunk, ChunkUpdate, Segment
 from outcore.stream.lanes import Fence
+from outcore.stream.recording import step_ended
 
 ParamsArg = nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]]
 
@@ -86,6 +87,7 @@ class AdamW(torch.optim.Optimizer):
         self._backend.check_alive()
         if self.update_during_backward:
             self._end_passing_step()
+            step_ended()
             return loss
         chunks = [chunk for chunk in self._backend.chunks if self._backend.has_gradient(chunk)]
         if not chunks:
@@ -102,6 +104,7 @@ class AdamW(torch.optim.Optimizer):
             gradient, arrived = self._backend.waiting_gradient(chunk)
             updates.append(self._update(chunk, scalars, gradient, [*arrived, now]))
         self._backend.queue(updates)
+        step_ended()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -20,6 +20,7 @@ class Recording:
     """The spans of everything that ran while it was active."""
 
     def __init__(self, device: torch.device) -> None:
+        self.steps_s: list[float] = []  # the ends of optimizer steps, as the caller sees them
         self._lock = threading.Lock()
         self._on_host: list[Span] = []
         self._on_device: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -54,6 +55,9 @@ class Recording:
         events[1].record(stream)
         with self._lock:
             self._on_device.append((lane, name, *events))
+
+    def step_ended(self) -> None:
+        self.steps_s.append(time.perf_counter() - self._start_s)
 
     def spans(self) -> list[Span]:
         """Return what was recorded, in order; waits for the device."""
@@ -93,6 +97,12 @@ def recorded(lane: str, name: str, stream: torch.cuda.Stream | None = None) -> I
         return
     with active.work(lane, name, stream):
         yield
+
+
+def step_ended() -> None:
+    """Say that an optimizer step was handed over."""
+    if _Active.recording is not None:
+        _Active.recording.step_ended()
 
 
 def compute_stream(device: torch.device) -> torch.cuda.Stream | None:

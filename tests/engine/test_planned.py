@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +12,16 @@ import torch
 from families import BY_NAME
 
 import outcore
-from outcore.plan.plan import BlockPlan, Budgets, Job, Plan, Prediction
+from outcore.plan.plan import BlockPlan, Budgets, Job, Plan, Prediction, Span
 
 PREDICTION = Prediction(
-    step_s=1.0, tokens_per_s=1.0, tflops=1.0, busy_s={}, binding_lane="compute", hiding_tokens=None
+    step_s=1.0,
+    tokens_per_s=1.0,
+    tflops=1.0,
+    busy_s={"compute": 1.0},
+    binding_lane="compute",
+    hiding_tokens=None,
+    timeline=(Span(lane="compute", name="forward", start_s=0.0, end_s=1.0),),
 )
 BLOCKS = (
     BlockPlan(weights="device", state="device", activations="recompute"),
@@ -58,6 +67,41 @@ def test_every_choice_of_the_plan_is_carried_out() -> None:
     device, host = engine.report()
     assert device.budget_bytes == 8 << 20
     assert host.purposes["block inputs"] == 4 * 8 * model.config.hidden_size * 4
+    outcore.release(model)
+
+
+def test_a_run_is_recorded_beside_its_plan(tmp_path: Path) -> None:
+    model = outcore.offload(BY_NAME["llama"].make().train(), plan=make_plan(), device="cpu")
+    optimizer = outcore.AdamW(model, lr=1e-3, max_grad_norm=1.0)
+    ids = torch.randint(0, 90, (4, 8))
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with outcore.record(model) as run:
+        step()
+    with pytest.raises(ValueError, match="1 optimizer steps were recorded"):
+        run.measurement()
+    with outcore.record(model) as run:
+        start = time.perf_counter()
+        for _ in range(4):
+            step()
+        wall_s = time.perf_counter() - start
+        outcore.synchronize(model)
+    measured = run.measurement()
+    assert 0 < measured.step_s < wall_s
+    forwards = [span.name for span in measured.spans if span.name.startswith("forward")]
+    assert forwards == [f"forward model.layers.{i}" for i in range(3)] + ["forward model.norm"]
+    assert all(0 <= span.start_s <= span.end_s <= measured.step_s for span in measured.spans)
+    assert measured.peak_bytes["device"] == outcore.engine_of(model).device_peak_bytes()
+    rows = outcore.report(model, run, html=tmp_path / "run.html")
+    assert [row.what for row in rows[:2]] == ["step", "speed"]
+    assert (tmp_path / "run.html").read_text().count("<svg") >= 2
+    run.write_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == len(run.spans()) + 1  # the predicted one
     outcore.release(model)
 
 
