@@ -3,13 +3,11 @@
 // Each page is digested by itself in 32 lanes that step through it side by side, which is what
 // vector units and the multiplier's latency want. One thread: callers bring a thread per piece.
 
-#include <cstring>
-
-#include "outcore_kernels.h"
+#include "host_kernel.h"
 
 namespace {
 
-#define OC_INLINE inline __attribute__((always_inline))
+using outcore::Loop;
 
 constexpr int kLanes = 32;
 constexpr int kRowBytes = 8 * kLanes;
@@ -26,8 +24,6 @@ OC_INLINE uint64_t mix(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-enum class Loop { kVector, kScalar };
-
 template <Loop kLoop>
 OC_INLINE uint64_t page_digest(const unsigned char* page) {
   uint64_t lanes[kLanes];
@@ -43,8 +39,7 @@ OC_INLINE uint64_t page_digest(const unsigned char* page) {
     uint64_t words[kLanes];
     std::memcpy(words, page + row * kRowBytes, kRowBytes);
     for (int lane = 0; lane < kLanes; ++lane) {
-      // As in adamw.cpp. A 64-bit multiply is one scalar instruction but five of SSE2 or NEON.
-      if (kLoop == Loop::kScalar) asm volatile("");
+      outcore::keep_scalar<kLoop>();
       lanes[lane] = scramble(lanes[lane] ^ words[lane]);
     }
   }
@@ -67,40 +62,17 @@ OC_INLINE uint64_t sum_of_pages(const unsigned char* data, int64_t num_pages, ui
   return sum;
 }
 
-#if defined(__x86_64__)
-
-#if defined(__clang__)
-#define OC_AVX512 __attribute__((target("avx512f,avx512dq,avx512vl")))
-#else
-#define OC_AVX512 __attribute__((target("avx512f,avx512dq,avx512vl,prefer-vector-width=512")))
-#endif
-
-OC_AVX512 uint64_t sum_avx512(const unsigned char* data, int64_t n, uint64_t first, uint64_t seed) {
-  return sum_of_pages<Loop::kVector>(data, n, first, seed);
-}
-
-__attribute__((target("avx2"))) uint64_t sum_avx2(const unsigned char* data, int64_t n,
-                                                  uint64_t first, uint64_t seed) {
-  return sum_of_pages<Loop::kVector>(data, n, first, seed);
-}
-
-#endif
-
-uint64_t sum_scalar(const unsigned char* data, int64_t n, uint64_t first, uint64_t seed) {
-  return sum_of_pages<Loop::kScalar>(data, n, first, seed);
-}
-
 using Sum = uint64_t (*)(const unsigned char*, int64_t, uint64_t, uint64_t);
 
-// What oc_set_isa chose holds here too.
-Sum active_sum() {
-#if defined(__x86_64__)
-  const char* isa = oc_isa();
-  if (std::strcmp(isa, "avx512") == 0) return sum_avx512;
-  if (std::strcmp(isa, "avx2") == 0) return sum_avx2;
-#endif
-  return sum_scalar;
-}
+#define OC_SUM(isa, target, loop, supported)                                              \
+  target uint64_t sum_##isa(const unsigned char* data, int64_t num_pages, uint64_t first, \
+                            uint64_t seed) {                                              \
+    return sum_of_pages<loop>(data, num_pages, first, seed);                              \
+  }
+OC_FOR_EACH_ISA(OC_SUM)
+
+#define OC_SUM_ENTRY(isa, target, loop, supported) sum_##isa,
+constexpr Sum kSums[] = {OC_FOR_EACH_ISA(OC_SUM_ENTRY)};
 
 }  // namespace
 
@@ -108,6 +80,7 @@ extern "C" int oc_checksum_pages(const void* data, int64_t num_pages, uint64_t f
                                  uint64_t seed, uint64_t* sum) {
   if (sum == nullptr || (data == nullptr && num_pages > 0)) return OC_ERROR_NULL;
   if (num_pages < 0) return OC_ERROR_SIZE;
-  *sum = active_sum()(static_cast<const unsigned char*>(data), num_pages, first_page, seed);
+  *sum = kSums[outcore::active_isa()](static_cast<const unsigned char*>(data), num_pages,
+                                      first_page, seed);
   return OC_OK;
 }
