@@ -6,18 +6,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from adamw_states import hostile_grad
 from torch import Tensor
 
 from outcore.kernels import (
+    BLOCK,
     AdamWScalars,
     CompactMoments,
     adamw_compact_,
     compact_torch,
     join_master24,
+    num_blocks,
     split_master24,
     zero_moments,
 )
 from outcore.kernels.compact_format import CompactFormat
+
+# An array that begins here has a place where the high half of its elements' indices changes.
+FIRST_ELEMENT = (1 << 32) - 10 * BLOCK
 
 
 @dataclass
@@ -60,7 +66,7 @@ class CompactState:
 
     def part(self, elements: slice) -> CompactState:
         """A view of some elements; whole blocks, but for the end."""
-        blocks = slice(elements.start // 128, -(-elements.stop // 128))
+        blocks = slice(elements.start // BLOCK, num_blocks(elements.stop))
         return CompactState(
             self.weight[elements],
             None if self.remainder is None else self.remainder[elements],
@@ -99,3 +105,14 @@ def storing_scalars(*, step_size: float = 0.0) -> AdamWScalars:
         inv_sqrt_bc2=0.0,
         grad_scale=1.0,
     )
+
+
+def grad_of(n: int, step: int, dtype: torch.dtype) -> Tensor:
+    """Hostile, with blocks that are zero at first, always, and from some step on."""
+    grad = hostile_grad(n, step, dtype)
+    grad[2 * BLOCK : 4 * BLOCK] = 0.0
+    if step <= 5:
+        grad[5 * BLOCK : 7 * BLOCK] = 0.0
+    else:
+        grad[8 * BLOCK : 9 * BLOCK] = 0.0
+    return grad

@@ -7,30 +7,17 @@ import itertools
 
 import pytest
 import torch
-from adamw_states import NUM_STEPS, assert_same_bits, hostile_grad, scalars_of
-from compact_states import CompactState
+from adamw_states import NUM_STEPS, assert_same_bits, scalars_of
+from compact_states import FIRST_ELEMENT, CompactState, grad_of
 from torch import Tensor
 
 from outcore.kernels import compact_format as format_module
 from outcore.kernels import host_isa
 from outcore.kernels.compact_format import BLOCK, CompactFormat
 
-LENGTHS = (1, 127, 128, 40_003)
-# Past it, the high half of an element's index changes within the array.
-FIRST_ELEMENT = (1 << 32) - 10 * BLOCK
+LENGTHS = (1, 127, 128, 17_003)
 formats = pytest.mark.parametrize("format", ["compact", "minimal"])
 grads = pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
-
-
-def grad_of(n: int, step: int, dtype: torch.dtype) -> Tensor:
-    """Hostile, with blocks that are zero at first, always, and from some step on."""
-    grad = hostile_grad(n, step, dtype)
-    grad[2 * BLOCK : 4 * BLOCK] = 0.0
-    if step <= 5:
-        grad[5 * BLOCK : 7 * BLOCK] = 0.0
-    else:
-        grad[8 * BLOCK : 9 * BLOCK] = 0.0
-    return grad
 
 
 @functools.cache

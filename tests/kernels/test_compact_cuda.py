@@ -7,8 +7,7 @@ import importlib.util
 import pytest
 import torch
 from adamw_states import NUM_STEPS, assert_same_bits, scalars_of
-from compact_states import CompactState
-from test_compact_bits import FIRST_ELEMENT, grad_of
+from compact_states import FIRST_ELEMENT, CompactState, grad_of
 
 from outcore.kernels.compact_format import BLOCK, CompactFormat
 
