@@ -142,10 +142,9 @@ class _Step:
         for i in range(len(self._blocks) - 1, -1, -1):
             block, cost = self._blocks[i], costs.blocks[i]
             arrival, lane = 0.0, TO_DEVICE
-            if self._streams[i]:
-                if len(ends) >= self._num_slots:  # earlier ones are still there from the forward
-                    slot = ends[-self._num_slots]
-                    arrival, lane = self._fetch(i, 0.0, TO_DEVICE, slot)
+            if self._streams[i] and len(ends) >= self._num_slots:
+                # The ones before are still in their slots from the forward.
+                arrival, lane = self._fetch(i, 0.0, TO_DEVICE, ends[-self._num_slots])
             if block.activations == "offload":
                 copy = costs.to_device_s(self._input_bytes[i], both_ways=True)
                 arrival = max(arrival, clock.run(TO_DEVICE, copy, before, f"input {i}"))

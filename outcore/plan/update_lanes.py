@@ -166,7 +166,7 @@ class UpdateLanes:
 
     def _disk_bytes(self, unit: int) -> float:
         sizes = self._costs.bytes
-        return sizes.state + (sizes.weight if self.weights[unit] == "disk" else 0)
+        return sizes.state + (0 if self.weights[unit] == "host" else sizes.weight)
 
     def _on_host(self, unit: int, numel: float, after: float, *, helped: bool) -> float:
         costs, clock = self._costs, self._clock
