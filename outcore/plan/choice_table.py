@@ -53,6 +53,10 @@ class ChoiceTable:
         self._edges = float(sum(e.trainable_numel for e in spec.edges))
         units = self.memory.units
         self._first_edges = float(sum(units.units[u].trainable_numel for u in units.first_edges))
+        self._chunk_sums = {
+            unit: _sums([size for of, size in units.chunks if of == unit])
+            for unit in sorted({of for of, _ in units.chunks})
+        }
         self._fixed = self._fixed_bytes()
 
     def simulate(self, choice: Choice, *, records: bool = False) -> Simulated:
@@ -90,7 +94,8 @@ class ChoiceTable:
             c.last_disk_weights,
             c.last_disk_state,
         )
-        chunk, with_gradient = self.memory.units.max_chunk, sizes.state + sizes.gradient
+        chunk = self.memory.units.max_chunk
+        with_gradient = sizes.state + (sizes.gradient if self._clips else 0)
         recomputing = n - c.last_kept
         offloads = c.offloads_inputs > 0
         device = self._fixed + weights[w] + c.num_slots * self._largest_after[w]
@@ -127,7 +132,7 @@ class ChoiceTable:
         units, sizes = self.memory.units, self._sizes
         left = c.num_visits - c.num_helping
         numel, num_bytes = np.zeros(len(c)), np.zeros(len(c))
-        for unit, size in units.chunks:
+        for unit, sums in self._chunk_sums.items():
             block = units.units[unit].block
             if block is None:
                 on_host, resident = c.edge_state == _HOST, np.full(len(c), True)
@@ -136,11 +141,11 @@ class ChoiceTable:
                     block < self.num_blocks - c.last_disk_state
                 )
                 resident = block < c.first_device_weights
-            taken = on_host & (left > 0)
+            count = np.where(on_host, np.minimum(left, len(sums) - 1), 0)
             each = sizes.state + sizes.gradient + np.where(resident, 0, sizes.weight)
-            numel += taken * float(size)
-            num_bytes += taken * size * each
-            left = left - taken
+            numel += sums[count]
+            num_bytes += sums[count] * each
+            left = left - count
         return numel, num_bytes
 
     def _lodged_bytes(self, c: Choices) -> Values:
@@ -201,7 +206,7 @@ class ChoiceTable:
         lanes = [compute, host]
         if self._clips:
             # Block k starts after the updates before it: the latest of these starts sets the pace.
-            k = np.arange(n)[None, :]
+            k = np.unique(np.linspace(0, n - 1, min(n, 24)).astype(np.int64))[None, :]
             before = np.maximum(
                 0.0,
                 (edges_leave * self._first_edges - lodged)[:, None]

@@ -113,10 +113,10 @@ class MemoryModel:
             if self._is_unified:
                 copies = 0
             add(tier, "optimizer state", numel * (sizes.state + copies))
-            if self._job.clips or tier == "device":
+            if self._job.clips:  # gradients wait; otherwise they go straight into the update
                 home = "host" if tier == "disk" else tier
                 add(home, "gradients", numel * sizes.gradient)
-            else:
+            elif tier != "device":
                 passes_ring = True
             stages = stages or tier == "disk"
         if passes_ring:

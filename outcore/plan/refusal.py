@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outcore.errors import DoesNotFit
 from outcore.machine.machine import Machine
+from outcore.plan.choices import TIERS
 from outcore.plan.memory import DEVICE_SLACK, budgets_of
-from outcore.plan.plan import Budgets, Job, StateFormat
+from outcore.plan.plan import Budgets, Job, StateFormat, Tier
 from outcore.units import format_bytes
 
-Needs = Callable[[Job], list[dict[str, int]]]
-"""Says what each choice takes in each tier, for a changed job."""
+Needs = Callable[[Job], NDArray[np.int64]]
+"""Says what each choice takes in each tier, for a changed job: one row a choice, by TIERS."""
 
 _OPTIONS = {"device": "device memory", "host": "host memory", "disk": "disk"}
 _FORMATS: tuple[StateFormat, ...] = ("compact", "minimal")
@@ -33,7 +37,11 @@ class Change:
 def refuse(job: Job, machine: Machine, limits: dict[str, int], needs: Needs) -> DoesNotFit:
     """Return the error that says why ``job`` does not fit, and what would."""
     wanted = needs(job)
-    nearest = min(wanted, key=lambda need: sum(_over(need, limits).values()))
+    over = np.maximum(0, wanted - [limits[tier] for tier in TIERS])
+    row = wanted[int(np.argmin(over.sum(axis=1)))]
+    nearest: dict[str, int] = {
+        tier: int(num_bytes) for tier, num_bytes in zip(TIERS, row, strict=True)
+    }
     missing = _over(nearest, limits)
     changes = tuple(_changes(job, machine, limits, needs, wanted, nearest))
     lines = [
@@ -58,14 +66,15 @@ def _changes(
     machine: Machine,
     limits: dict[str, int],
     needs: Needs,
-    wanted: list[dict[str, int]],
+    wanted: NDArray[np.int64],
     nearest: dict[str, int],
 ) -> list[Change]:
     """Try one change at a time; the nearest first, larger budgets of several tiers last."""
 
     def fits(changed: Job) -> bool:
         allowed = budgets_of(machine, changed.budgets)
-        return any(not _over(need, allowed) for need in needs(changed))
+        rows = needs(changed) <= [allowed[tier] for tier in TIERS]
+        return bool(rows.all(axis=1).any())
 
     found: list[Change] = []
     if job.budgets.disk_bytes == 0 and machine.disk_bytes:
@@ -74,7 +83,7 @@ def _changes(
             found.append(
                 Change(what=f"the disk ({format_bytes(machine.disk_bytes)})", job=with_disk)
             )
-    for tier in sorted(limits):
+    for tier in TIERS:
         larger = _larger_budget(job, limits, wanted, tier)
         if larger is not None and fits(larger.job):
             found.append(larger)
@@ -88,6 +97,10 @@ def _changes(
         smaller = replace(job, micro_batch=1)
         if fits(smaller):
             found.append(Change(what="micro_batch=1", job=smaller))
+    if job.clips:
+        passing = replace(job, clips=False)
+        if fits(passing):
+            found.append(Change(what="updates during the backward, without clipping", job=passing))
     if job.state_format == "fp32":
         for state_format in _FORMATS:
             compact = replace(job, state_format=state_format)
@@ -107,13 +120,16 @@ def _changes(
 
 
 def _larger_budget(
-    job: Job, limits: dict[str, int], wanted: list[dict[str, int]], tier: str
+    job: Job, limits: dict[str, int], wanted: NDArray[np.int64], tier: Tier
 ) -> Change | None:
     """Return the least growth of one tier's budget with which some choice fits."""
-    alone = [need[tier] for need in wanted if set(_over(need, limits)) == {tier}]
-    if not alone:
+    index = TIERS.index(tier)
+    fits = wanted <= [limits[t] for t in TIERS]
+    fits[:, index] = True
+    alone = wanted[fits.all(axis=1), index]
+    if not len(alone):
         return None
-    least = min(alone)
+    least = int(alone.min())
     more = least - limits[tier]
     text = f"{format_bytes(more)} more {_OPTIONS[tier]} ({format_bytes(least)})"
     budgets = _budgets(job, {tier: least})

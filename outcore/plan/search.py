@@ -9,6 +9,7 @@ those that are simulated.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outcore.machine.machine import Machine
 from outcore.model_spec import ModelSpec
@@ -25,7 +26,8 @@ from outcore.plan.simulate import Simulated, simulate
 
 SLOWER_FOR_MEMORY = 1.1  # objective="memory": the least device memory within this of the fastest
 _MOST_SEQUENCES = 1 << 17  # looked at for the tokens that hide everything
-_WORK = 16_000  # blocks played while searching, at most; several steps each
+_EQUAL = 0.002  # step times that differ by less are the same; then the plainer choice is taken
+_WORK = 12_000  # blocks played while searching, at most; several steps each
 
 Limits = dict[str, int]
 Played = tuple[Choice, Simulated]
@@ -41,7 +43,7 @@ def make_plan(spec: ModelSpec, machine: Machine, job: Job) -> Plan:
     limits = budgets_of(machine, job.budgets)
     fitting = fitting_choices(table, limits)
     if not len(fitting):
-        raise refuse(job, machine, limits, lambda changed: _shortages(spec, machine, changed))
+        raise refuse(job, machine, limits, lambda changed: _needs(spec, machine, changed))
     best = _fastest(table, fitting, _simple_fitting(table, limits))
     if job.objective == "memory":
         best = _leanest(table, fitting, best)
@@ -83,15 +85,19 @@ def _table(spec: ModelSpec, machine: Machine, job: Job) -> ChoiceTable:
 
 def fitting_choices(table: ChoiceTable, limits: Limits) -> Choices:
     """Return every choice of the grid that fits."""
-    choices = filled(table, limits)
-    device, host, disk = table.bytes_of(choices)
-    fit = (device <= limits["device"]) & (host <= limits["host"]) & (disk <= limits["disk"])
+    for slots in ([2, 3], [1]):  # one slot hides no fetch: only where two do not fit
+        choices = filled(table, limits, slots)
+        device, host, disk = table.bytes_of(choices)
+        fit = (device <= limits["device"]) & (host <= limits["host"]) & (disk <= limits["disk"])
+        if fit.any():
+            break
     return choices.where(fit)
 
 
-def filled(table: ChoiceTable, limits: Limits) -> Choices:
+def filled(table: ChoiceTable, limits: Limits, slots: list[int]) -> Choices:
     """Return the grid, each choice with as little on disk and as much kept as fits, if it can."""
-    choices = _unified_grid(table, limits) if table.is_unified else _grid(table, limits)
+    grid = _unified_grid if table.is_unified else _grid
+    choices = grid(table, limits, slots)
     n, zeros = table.num_blocks, np.zeros(len(choices), dtype=np.int64)
     if limits["disk"] and not table.is_unified:
         choices = choices.but(
@@ -120,30 +126,27 @@ def filled(table: ChoiceTable, limits: Limits) -> Choices:
     )
 
 
-def _grid(table: ChoiceTable, limits: Limits) -> Choices:
+def _grid(table: ChoiceTable, limits: Limits, slots: list[int]) -> Choices:
     n, urgent = table.num_blocks, table.num_urgent()
     choices = Choices.product(
         first_device_state=_spread(n, 32),
-        first_device_weights=_spread(n, 6),
+        first_device_weights=_spread(n, 4),
         edge_state=[0, 1, 2] if limits["disk"] else [0, 1],
         offloads_inputs=[0, 1],
-        num_slots=[1, 2, 3],
+        num_slots=slots,
         num_visits=sorted({0, 3, *(3 + x for x in _spread(urgent - 1, 4))}),
     )
     with_state = choices.but(first_device_weights=choices.first_device_state)
-    choices = _joined(choices, with_state)
-    # A second slot hides every fetch that can be hidden; one alone is for the smallest budgets.
-    is_streamed = choices.first_device_weights < n
-    return choices.where((choices.num_slots == 3) | is_streamed).distinct()
+    return _joined(choices, with_state).distinct()
 
 
-def _unified_grid(table: ChoiceTable, limits: Limits) -> Choices:
+def _unified_grid(table: ChoiceTable, limits: Limits, slots: list[int]) -> Choices:
     """One memory: nothing is copied between device and host, so only the disk is a choice."""
     n = table.num_blocks
     choices = Choices.product(
         last_disk_state=_spread(n, 64) if limits["disk"] else [0],
         edge_state=[0, 2] if limits["disk"] else [0],
-        num_slots=[2, 3],
+        num_slots=slots,
     )
     with_weights = choices.but(last_disk_weights=choices.last_disk_state)
     choices = _joined(choices, with_weights)
@@ -194,14 +197,11 @@ def _simple_fitting(table: ChoiceTable, limits: Limits) -> dict[str, Choice]:
     }
 
 
-def _shortages(spec: ModelSpec, machine: Machine, job: Job) -> list[dict[str, int]]:
-    """Return what each choice would take in each tier; the limits are those of the job."""
+def _needs(spec: ModelSpec, machine: Machine, job: Job) -> NDArray[np.int64]:
+    """Return what each choice would take in each tier: one row a choice, in the order of TIERS."""
     table, limits = _table(spec, machine, job), budgets_of(machine, job.budgets)
-    tiers = table.bytes_of(filled(table, limits))
-    return [
-        {tier: int(np.ceil(tiers[t][i])) for t, tier in enumerate(TIERS)}
-        for i in range(len(tiers[0]))
-    ]
+    rows = [table.bytes_of(filled(table, limits, slots)) for slots in ([1], [2])]
+    return np.concatenate([np.ceil(np.stack(row, axis=1)).astype(np.int64) for row in rows])
 
 
 # --- which one is best ----------------------------------------------------------------------------
@@ -210,18 +210,27 @@ def _shortages(spec: ModelSpec, machine: Machine, job: Job) -> list[dict[str, in
 def _fastest(table: ChoiceTable, fitting: Choices, simple: dict[str, Choice]) -> Played:
     """Simulate by the order of the lower bound, until no bound is below the best."""
     played = [(choice, table.simulate(choice)) for choice in simple.values()]
+    best = simple_best = min((p[1].step_s for p in played), default=float("inf"))
     least = table.least_s(fitting)
     device = table.bytes_of(fitting)[0]
-    # Bounds that are equal to a thousandth are equal: then what takes less memory goes first.
-    order = np.lexsort((device, np.round(np.log(least), 3)))
-    best = min((p[1].step_s for p in played), default=float("inf"))
+    # Bounds that are equal to a thousandth are equal: then the plainer choice goes first.
+    order = np.lexsort(
+        (device, -fitting.num_slots, fitting.offloads_inputs, np.round(np.log(least), 3))
+    )
     for index in order[: max(40, _WORK // table.num_blocks)]:
         if least[index] >= best:
             continue
         choice = fitting[int(index)]
         played.append((choice, table.simulate(choice)))
         best = min(best, played[-1][1].step_s)
-    return min(played, key=lambda p: p[1].step_s)
+    near = [p for p in played if p[1].step_s <= min(best * (1 + _EQUAL), simple_best)]
+    return min(near, key=lambda p: (*_plainness(p[0]), p[1].step_s))
+
+
+def _plainness(choice: Choice) -> tuple[bool, int, int]:
+    """Less is plainer: no disk, no offloaded inputs, more slots."""
+    uses_disk = choice.last_disk_state > 0 or TIERS[choice.edge_state] == "disk"
+    return uses_disk, choice.offloads_inputs, -choice.num_slots
 
 
 def _leanest(table: ChoiceTable, fitting: Choices, fastest: Played) -> Played:
