@@ -136,9 +136,8 @@ class _Step:
         for unit in self._last:
             updates.deliver(unit, clock.free[COMPUTE])
         ends: list[float] = []
-        wires = [0.0, 0.0]
-        last_end = clock.free[COMPUTE]
-        before = last_end
+        wires = [(0.0, TO_HOST)] * 2
+        before = clock.free[COMPUTE]
         for i in range(len(self._blocks) - 1, -1, -1):
             block, cost = self._blocks[i], costs.blocks[i]
             arrival, lane = 0.0, TO_DEVICE
@@ -153,12 +152,12 @@ class _Step:
                 duration += cost.forward_s
             before = clock.free[COMPUTE]
             end = clock.compute(duration, arrival, lane, f"backward {i}")
-            if wires[0] > end:  # both buffers for gradients are still on their way
-                end = clock.compute(0.0, wires[0], TO_HOST, "")
+            if wires[0][0] > end:  # both buffers for gradients are still on their way
+                end = clock.compute(0.0, *wires[0], "")
             if self._streams[i]:
                 ends.append(end)
-            last_end = updates.deliver(self._unit_of[i], end)
-            wires = [wires[1], last_end]
+            free = updates.deliver(self._unit_of[i], end)
+            wires = [wires[1], (free, updates.held_up_by)]
         end = clock.compute(costs.embedding_s, 0.0, COMPUTE, "embedding")
         for unit in self._first:
             updates.deliver(unit, end)

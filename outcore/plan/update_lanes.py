@@ -14,7 +14,7 @@ from outcore.plan.lanes import DISK_READ, DISK_WRITE, HOST, TO_DEVICE, TO_HOST, 
 from outcore.plan.placement import RING_BUFFERS, STAGING_PIECES, Placement, Units
 
 MIN_BACKLOG = 8  # chunks that wait before the visitor helps the host
-_MAX_PIECES = 16  # of one unit on its way through the disk
+_MAX_PIECES = 6  # of one unit on its way through the disk
 
 
 @dataclass(kw_only=True)
@@ -50,6 +50,8 @@ class UpdateLanes:
         # Pieces of a third of a block are fine enough, also where the ring holds less than a block.
         self._ring_room = float(max(RING_BUFFERS * units.max_chunk, *self.sizes))
         self._piece = self._ring_room / 3
+        self.held_up_by = TO_HOST  # the lane for which gradients wait on the device
+        self._last_updater = HOST
         self._pending: list[_Pending] = []
         self._arrived: dict[int, float] = {}  # gradients that wait for clipping
         self._next = len(self.sizes)  # unit whose waiting update is played next
@@ -60,6 +62,7 @@ class UpdateLanes:
 
     def deliver(self, unit: int, at: float) -> float:
         """Take a unit's gradient, complete at ``at``; return when its buffer may be reused."""
+        self.held_up_by = TO_HOST
         numel = self.sizes[unit]
         if not numel:
             return at
@@ -100,6 +103,8 @@ class UpdateLanes:
         freed = 0.0
         while self._ring_room < numel and self._pending:
             freed = self._run_pending()
+        if freed > self._clock.free[TO_HOST]:
+            self.held_up_by = self._last_updater
         return freed
 
     def _run_pending(self) -> float:
@@ -112,6 +117,7 @@ class UpdateLanes:
         helped = self._helps and backlog >= MIN_BACKLOG * self._chunk
         end = self._on_host(chosen.unit, chosen.numel, chosen.ready_s, helped=helped)
         self._ring_room += chosen.numel
+        self._last_updater = self.awaited[chosen.unit]
         self.ready[chosen.unit] = max(self.ready[chosen.unit], end)
         return end
 
