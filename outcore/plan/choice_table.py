@@ -57,6 +57,10 @@ class ChoiceTable:
             unit: _sums([size for of, size in units.chunks if of == unit])
             for unit in sorted({of for of, _ in units.chunks})
         }
+        blocks = [i for i, unit in enumerate(units.units) if unit.block is not None]
+        self._first_chunks = np.array(
+            [*(units.first_chunk(i) for i in blocks), 0], dtype=np.float64
+        )
         self._fixed = self._fixed_bytes()
 
     def simulate(self, choice: Choice, *, records: bool = False) -> Simulated:
@@ -129,24 +133,37 @@ class ChoiceTable:
 
     def _lodged(self, c: Choices) -> tuple[Values, Values]:
         """Return the elements that lodge of first edges and first block, and their bytes."""
-        units, sizes = self.memory.units, self._sizes
+        units, sizes, n = self.memory.units, self._sizes, self.num_blocks
         left = c.num_visits - c.num_helping
         numel, num_bytes = np.zeros(len(c)), np.zeros(len(c))
         for unit, sums in self._chunk_sums.items():
             block = units.units[unit].block
-            if block is None:
-                on_host, resident = c.edge_state == _HOST, np.full(len(c), True)
-            else:
-                on_host = (c.first_device_state <= block) & (
-                    block < self.num_blocks - c.last_disk_state
-                )
-                resident = block < c.first_device_weights
-            count = np.where(on_host, np.minimum(left, len(sums) - 1), 0)
+            resident = block is None or block < c.first_device_weights
+            count = np.where(self._is_on_host(c, unit), np.minimum(left, len(sums) - 1), 0)
             each = sizes.state + sizes.gradient + np.where(resident, 0, sizes.weight)
             numel += sums[count]
             num_bytes += sums[count] * each
             left = left - count
-        return numel, num_bytes
+        # With none of these on the host, the first chunk of the first block there lodges.
+        s, has_host = c.first_device_state, c.first_device_state < n - c.last_disk_state
+        other = np.where((left > 0) & has_host, self._first_chunks[s], 0.0)
+        each = sizes.state + sizes.gradient + np.where(s < c.first_device_weights, 0, sizes.weight)
+        return numel + other, num_bytes + other * each
+
+    def capped_visits(self, c: Choices) -> Choices:
+        """Return the choices with no more visits than there are urgent chunks on the host."""
+        available = np.zeros(len(c), dtype=np.int64)
+        for unit, sums in self._chunk_sums.items():
+            available += np.where(self._is_on_host(c, unit), len(sums) - 1, 0)
+        has_host = c.first_device_state < self.num_blocks - c.last_disk_state
+        most = np.where(available > 0, available + 2, np.where(has_host, 3, 0))
+        return c.but(num_visits=np.minimum(c.num_visits, most))
+
+    def _is_on_host(self, c: Choices, unit: int) -> Any:
+        block = self.memory.units.units[unit].block
+        if block is None:
+            return c.edge_state == _HOST
+        return (c.first_device_state <= block) & (block < self.num_blocks - c.last_disk_state)
 
     def _lodged_bytes(self, c: Choices) -> Values:
         visit = self.memory.units.max_chunk * (self._sizes.moved + self._sizes.gradient)
@@ -217,7 +234,7 @@ class ChoiceTable:
             ends = (before * each[:, None] + (forward[n] - forward[k])).max(axis=1)
             lanes.append(np.maximum(ends, host) + costs.head_s + backward)
         else:
-            lanes.append(compute + first_edges * each)
+            lanes.append(compute - STEP_S + first_edges * each)
             ring = 2.0 * RING_BUFFERS * self.memory.units.max_chunk
             lanes.append((np.maximum(0.0, on_host - ring)) * each + forward[n])
         if not self.is_unified:

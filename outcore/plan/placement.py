@@ -75,22 +75,24 @@ class Units:
         )
 
     def lodging(self, placement: Placement) -> dict[int, int]:
-        """Return how many elements of each unit's state lodge on the device."""
+        """Return how many elements of each unit's state lodge on the device.
+
+        In the order of the forward, of the state whose home is the host.
+        """
         lodged: dict[int, int] = {}
-        left = placement.num_lodged
-        for unit, numel in self.chunks:
-            if left and self.state_tier(placement, unit) == "host":
-                lodged[unit] = lodged.get(unit, 0) + numel
-                left -= 1
+        left, limit = placement.num_lodged, self._limit()
+        for index, unit in enumerate(self.units):
+            if not left:
+                break
+            if self.state_tier(placement, index) == "host":
+                chunks = _cut(unit.deliveries, limit)[:left]
+                left -= len(chunks)
+                if chunks:
+                    lodged[index] = sum(chunks)
         return lodged
 
-    def num_urgent(self, blocks: Sequence[BlockPlan], edge_state: Tier) -> int:
-        """Return how many chunks could lodge."""
-        tiers = [
-            edge_state if (block := self.units[unit].block) is None else blocks[block].state
-            for unit, _ in self.chunks
-        ]
-        return sum(tier == "host" for tier in tiers)
+    def first_chunk(self, unit: int) -> int:
+        return next(iter(_cut(self.units[unit].deliveries, self._limit())), 0)
 
     def state_tier(self, placement: Placement, unit: int) -> Tier:
         block = self.units[unit].block

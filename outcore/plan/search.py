@@ -76,8 +76,14 @@ def _table(spec: ModelSpec, machine: Machine, job: Job) -> ChoiceTable:
         raise ValueError(
             f"a step of {job.tokens} tokens has no whole sequence of {job.seq_len} tokens"
         )
-    micro_batch = job.micro_batch or pick_micro_batch(job.sequences, job.seq_len)
+    micro_batch = job.micro_batch or pick_micro_batch(
+        job.sequences, job.seq_len, device_type=_device_type(machine)
+    )
     return ChoiceTable(spec, machine, job, min(micro_batch, job.sequences))
+
+
+def _device_type(machine: Machine) -> str:
+    return "cpu" if machine.device_name.lower().startswith("cpu") else "cuda"
 
 
 # --- which choices there are ----------------------------------------------------------------------
@@ -97,7 +103,7 @@ def fitting_choices(table: ChoiceTable, limits: Limits) -> Choices:
 def filled(table: ChoiceTable, limits: Limits, slots: list[int]) -> Choices:
     """Return the grid, each choice with as little on disk and as much kept as fits, if it can."""
     grid = _unified_grid if table.is_unified else _grid
-    choices = grid(table, limits, slots)
+    choices = table.capped_visits(grid(table, limits, slots)).distinct()
     n, zeros = table.num_blocks, np.zeros(len(choices), dtype=np.int64)
     if limits["disk"] and not table.is_unified:
         choices = choices.but(
@@ -116,6 +122,7 @@ def filled(table: ChoiceTable, limits: Limits, slots: list[int]) -> Choices:
                 largest=False,
             )
         )
+        choices = table.capped_visits(choices)
     return choices.but(
         last_kept=table.extreme(
             zeros,
@@ -137,7 +144,7 @@ def _grid(table: ChoiceTable, limits: Limits, slots: list[int]) -> Choices:
         num_visits=sorted({0, 3, *(3 + x for x in _spread(urgent - 1, 4))}),
     )
     with_state = choices.but(first_device_weights=choices.first_device_state)
-    return _joined(choices, with_state).distinct()
+    return _joined(choices, with_state)
 
 
 def _unified_grid(table: ChoiceTable, limits: Limits, slots: list[int]) -> Choices:
@@ -300,7 +307,9 @@ def hiding_tokens(
     """Return the tokens a step from which compute binds, with the same placement; None: never."""
 
     def is_hidden(sequences: int) -> bool:
-        size = job.micro_batch or pick_micro_batch(sequences, job.seq_len)
+        size = job.micro_batch or pick_micro_batch(
+            sequences, job.seq_len, device_type=_device_type(machine)
+        )
         longer = Job(
             tokens=sequences * job.seq_len,
             seq_len=job.seq_len,
