@@ -21,6 +21,7 @@ from outcore.plan.placement import RING_BUFFERS, STAGING_PIECES
 from outcore.plan.plan import Job
 from outcore.plan.simulate import Simulated, simulate
 from outcore.plan.state_bytes import StateBytes
+from outcore.plan.update_lanes import MAX_DISK_PIECES
 
 Values = NDArray[np.float64]
 _DEVICE, _HOST, _DISK = range(3)
@@ -53,6 +54,9 @@ class ChoiceTable:
         self._edges = float(sum(e.trainable_numel for e in spec.edges))
         units = self.memory.units
         self._first_edges = float(sum(units.units[u].trainable_numel for u in units.first_edges))
+        largest = max(unit.trainable_numel for unit in units.units)
+        self._ring = float(max(RING_BUFFERS * units.max_chunk, largest))
+        self._disk_piece = max(units.max_chunk, largest / MAX_DISK_PIECES)
         self._chunk_sums = {
             unit: _sums([size for of, size in units.chunks if of == unit])
             for unit in sorted({of for of, _ in units.chunks})
@@ -235,8 +239,7 @@ class ChoiceTable:
             lanes.append(np.maximum(ends, host) + costs.head_s + backward)
         else:
             lanes.append(compute - STEP_S + first_edges * each)
-            ring = 2.0 * RING_BUFFERS * self.memory.units.max_chunk
-            lanes.append((np.maximum(0.0, on_host - ring)) * each + forward[n])
+            lanes.append(np.maximum(0.0, on_host - 2 * self._ring) * each + forward[n])
         if not self.is_unified:
             fetched = 2 * (weights[n] - weights[w]) - c.num_slots * self._largest_after[w]
             moved = np.maximum(0.0, fetched) + c.offloads_inputs * self._inputs[n - c.last_kept]
@@ -248,7 +251,13 @@ class ChoiceTable:
             read = state / costs.machine.disk_read_bytes_s
             lanes.append(read + 2 * disk_weights / costs.machine.disk_read_bytes_s)
             lanes.append(state / costs.machine.disk_write_bytes_s)
+            # What has not passed through staging, or the ring, holds up the forward or backward.
+            staged = float(STAGING_PIECES * self._disk_piece)
+            held = staged if self._clips else staged + self._ring
+            written = np.maximum(0.0, state - held * sizes.moved) / costs.machine.disk_write_bytes_s
             if self._clips:
-                lanes.append(read + costs.head_s + backward)
+                lanes.append(np.maximum(read, written) + costs.head_s + backward)
+            else:
+                lanes.append(written + forward[n])
         least: Values = np.max(np.stack(lanes), axis=0)
         return least

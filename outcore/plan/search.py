@@ -8,6 +8,8 @@ those that are simulated.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,8 +28,8 @@ from outcore.plan.simulate import Simulated, simulate
 
 SLOWER_FOR_MEMORY = 1.1  # objective="memory": the least device memory within this of the fastest
 _MOST_SEQUENCES = 1 << 17  # looked at for the tokens that hide everything
-_EQUAL = 0.002  # step times that differ by less are the same; then the plainer choice is taken
-_WORK = 12_000  # blocks played while searching, at most; several steps each
+_EQUAL = 0.005  # step times that differ by less are the same; then the plainer choice is taken
+_WORK = 24_000  # blocks played while searching, at most; several steps each
 
 Limits = dict[str, int]
 Played = tuple[Choice, Simulated]
@@ -219,19 +221,35 @@ def _fastest(table: ChoiceTable, fitting: Choices, simple: dict[str, Choice]) ->
     played = [(choice, table.simulate(choice)) for choice in simple.values()]
     best = simple_best = min((p[1].step_s for p in played), default=float("inf"))
     least = table.least_s(fitting)
-    device = table.bytes_of(fitting)[0]
-    # Bounds that are equal to a thousandth are equal: then the plainer choice goes first.
-    order = np.lexsort(
-        (device, -fitting.num_slots, fitting.offloads_inputs, np.round(np.log(least), 3))
-    )
-    for index in order[: max(40, _WORK // table.num_blocks)]:
-        if least[index] >= best:
-            continue
-        choice = fitting[int(index)]
-        played.append((choice, table.simulate(choice)))
-        best = min(best, played[-1][1].step_s)
+    kinds = list(_kinds(fitting, least))
+    for kind in kinds:
+        # Bounds that are equal to a thousandth are equal: then what takes less memory goes first.
+        device = table.bytes_of(fitting.where(kind))[0]
+        order = kind[np.lexsort((device, np.round(np.log(least[kind]), 3)))]
+        for index in order[: max(12, _WORK // (table.num_blocks * len(kinds)))]:
+            if least[index] >= best:
+                continue
+            choice = fitting[int(index)]
+            played.append((choice, table.simulate(choice)))
+            best = min(best, played[-1][1].step_s)
     near = [p for p in played if p[1].step_s <= min(best * (1 + _EQUAL), simple_best)]
     return min(near, key=lambda p: (*_plainness(p[0]), p[1].step_s))
+
+
+def _kinds(choices: Choices, least: NDArray[np.float64]) -> Iterator[NDArray[np.int64]]:
+    """Yield the indices of choices of one kind, the most promising kind first.
+
+    The bound sees some waits better than others: of each kind some are simulated.
+    """
+    uses_disk = (choices.last_disk_state > 0) | (choices.edge_state == TIERS.index("disk"))
+    kinds = (
+        4 * uses_disk
+        + 2 * choices.offloads_inputs
+        + (choices.edge_state == TIERS.index("device"))
+        + 8 * (choices.num_slots == 3)
+    )
+    found = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
+    yield from sorted(found, key=lambda indices: float(least[indices].min()))
 
 
 def _plainness(choice: Choice) -> tuple[bool, int, int]:

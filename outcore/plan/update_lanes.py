@@ -14,7 +14,7 @@ from outcore.plan.lanes import DISK_READ, DISK_WRITE, HOST, TO_DEVICE, TO_HOST, 
 from outcore.plan.placement import RING_BUFFERS, STAGING_PIECES, Placement, Units
 
 MIN_BACKLOG = 8  # chunks that wait before the visitor helps the host
-_MAX_PIECES = 6  # of one unit on its way through the disk
+MAX_DISK_PIECES = 6  # of one unit on its way through the disk
 
 
 @dataclass(kw_only=True)
@@ -151,7 +151,7 @@ class UpdateLanes:
         left = float(numel - self.lodged[unit])
         piece = left
         if self.tiers[unit] == "disk":
-            piece = max(float(self._chunk), left / _MAX_PIECES)
+            piece = max(float(self._chunk), left / MAX_DISK_PIECES)
         while left > 0:
             size = min(piece, left)
             ready = self._state_in(unit, size, at)
