@@ -136,6 +136,7 @@ def test_the_spec_is_what_the_engine_streams() -> None:
     """The engine's units, in their order, have the sizes that a plan counts with."""
     from outcore.engine.options import check_options
     from outcore.engine.placement import build_units
+    from outcore.optim.updates import chunks_of
     from outcore.plan.placement import Units
 
     options: dict[str, Any] = dict.fromkeys(
@@ -148,9 +149,14 @@ def test_the_spec_is_what_the_engine_streams() -> None:
     for name in TESTED:
         model = BY_NAME[name].make()
         built = build_units(model, checked)
-        counted = Units(spec_of_model(model)).units
+        units = Units(spec_of_model(model))
+        counted = units.units
         assert [u.layout.numel for u in built] == [u.numel for u in counted], name
         assert [u.layout.trainable_numel for u in built] == [u.trainable_numel for u in counted]
+        numels = [c.numel for c in chunks_of(built, units._limit())]
+        assert units.max_chunk == max(numels)
+        first = [c.numel for c in chunks_of(built[:2], units._limit())]
+        assert [numel for _, numel in units.chunks] == first
         runs_whole = [u.arrives_whole and not u.part.is_block for u in built]
         edges = iter(spec_of_model(model).edges)
         assert runs_whole == [

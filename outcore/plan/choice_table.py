@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from outcore.machine.machine import Machine
 from outcore.model_spec import ModelSpec
+from outcore.optim.gradient_sinks import RING_BUFFERS
 from outcore.plan.choices import Choice, Choices, Counts
 from outcore.plan.cost import STEP_S, Costs, input_bytes
 from outcore.plan.memory import MemoryModel
-from outcore.plan.placement import RING_BUFFERS, STAGING_PIECES
+from outcore.plan.placement import STAGING_PIECES
 from outcore.plan.plan import Job
 from outcore.plan.simulate import Simulated, simulate
 from outcore.plan.state_bytes import StateBytes

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 from outcore.machine.machine import Machine
 from outcore.model_spec import BYTES_OF, ModelSpec
+from outcore.optim.gradient_sinks import RING_BUFFERS
 from outcore.plan.cost import input_bytes
-from outcore.plan.placement import RING_BUFFERS, STAGING_PIECES, Placement, Units
+from outcore.plan.placement import STAGING_PIECES, Placement, Units
 from outcore.plan.plan import Budgets, Job
 from outcore.plan.state_bytes import StateBytes
 

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from outcore.model_spec import ModelSpec
+from outcore.optim.backend import MAX_CHUNK_ELEMENTS, NUM_HELPING
+from outcore.optim.updates import LAST_URGENT_UNIT
 from outcore.plan.plan import BlockPlan, Tier
+from outcore.store.spans import ALIGN_ELEMENTS
 
-MAX_CHUNK_ELEMENTS = 1 << 25
-NUM_HELPING = 2  # one visit comes while the other goes
-LAST_URGENT_UNIT = 1  # the embedding and the first block: a forward starts with them
-RING_BUFFERS = 24  # gradients on their way into updates during the backward
 STAGING_PIECES = 4  # of disk state in host memory: coming, waiting, being updated, going
-_ALIGN_ELEMENTS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +145,6 @@ def _cut(deliveries: Sequence[int], limit: int) -> list[int]:
     for numel in deliveries:
         pieces = max(1, -(-numel // limit))
         size = -(-numel // pieces)
-        size = -(-size // _ALIGN_ELEMENTS) * _ALIGN_ELEMENTS
+        size = -(-size // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
         sizes += [min(size, numel - start) for start in range(0, numel, size)]
     return sizes

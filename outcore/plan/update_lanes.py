@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outcore.optim.gradient_sinks import RING_BUFFERS
 from outcore.plan.cost import Costs
 from outcore.plan.lanes import DISK_READ, DISK_WRITE, HOST, TO_DEVICE, TO_HOST, LaneClock
-from outcore.plan.placement import RING_BUFFERS, STAGING_PIECES, Placement, Units
+from outcore.plan.placement import STAGING_PIECES, Placement, Units
 
 MIN_BACKLOG = 8  # chunks that wait before the visitor helps the host
 MAX_DISK_PIECES = 6  # of one unit on its way through the disk

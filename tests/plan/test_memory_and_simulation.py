@@ -149,3 +149,16 @@ def test_a_machine_without_a_disk_gets_nothing_there() -> None:
     fitting = fitting_choices(table, budgets_of(machine, JOB.budgets))
     assert not fitting.last_disk_state.any()
     assert not fitting.last_disk_weights.any()
+
+
+def test_the_engines_constants_are_the_plans() -> None:
+    """What lies above the plan cannot be imported by it."""
+    from outcore.engine import chunked_loss, offloaded
+    from outcore.optim import visitor
+    from outcore.plan import memory, update_lanes
+
+    assert chunked_loss.CHUNK_LOGITS == memory.CHUNK_LOGITS
+    assert offloaded._SLACK == memory.DEVICE_SLACK
+    assert visitor._MIN_BACKLOG == update_lanes.MIN_BACKLOG
+    for rows, vocabulary in [(1, 97), (1000, 152_064), (32_768, 152_064), (65_536, 32_000)]:
+        assert chunked_loss._rows(rows, vocabulary) == memory._chunk_rows(rows, vocabulary)

@@ -46,14 +46,19 @@ def test_a_plan_keeps_its_budgets_and_beats_simple_policies(
 
 
 @settings(max_examples=50, deadline=None)
-@given(specs(), machines(), jobs(), st.sampled_from(["device", "host"]), st.floats(1.05, 4))
+@given(
+    specs(),
+    machines(),
+    jobs(),
+    st.sampled_from(["device_memory_bytes", "host_memory_bytes", "disk_bytes"]),
+    st.floats(1.05, 4),
+)
 def test_more_budget_is_never_slower(
-    spec: ModelSpec, machine: Machine, job: Job, tier: str, factor: float
+    spec: ModelSpec, machine: Machine, job: Job, memory: str, factor: float
 ) -> None:
     plan = plan_or_refusal(spec, machine, job)
     if isinstance(plan, DoesNotFit):
         return
-    memory = f"{tier}_memory_bytes"
     larger = replace(machine, **{memory: int(getattr(machine, memory) * factor)})
     more = make_plan(spec, larger, job)
     assert more.prediction.step_s <= plan.prediction.step_s * EQUAL
