@@ -40,3 +40,14 @@ class StoreError(OutcoreError, OSError):
         super().__init__(message)
         self.path = path
         self.offset = offset
+
+
+class DoesNotFit(OutOfBudget):
+    """No plan fits the budgets; says what is missing, and the nearest changes that would fit."""
+
+    def __init__(
+        self, message: str, *, missing_bytes: dict[str, int], changes: tuple[object, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes  # by tier
+        self.changes = changes  # outcore.plan.refusal.Change, the nearest first; each was tried

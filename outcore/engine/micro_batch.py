@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TARGET_TOKENS = {"cuda": 8192, "cpu": 2048}
+from outcore.plan.micro_batch import pick_micro_batch
+
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 
@@ -62,19 +63,7 @@ class MicroBatches:
 
 
 def _pick(hidden: Tensor) -> int:
-    """Return the number of sequences: near the target of tokens, in equal micro-batches.
-
-    It depends on nothing but the batch's shape, so that every placement computes the same bits.
-    """
-    batch, length = hidden.shape[:2]
-    target = max(1, TARGET_TOKENS.get(hidden.device.type, 8192) // length)
-    if target >= batch:
-        return batch
-    divisors = [size for size in range(1, target + 1) if batch % size == 0]
-    if 2 * divisors[-1] > target:
-        return divisors[-1]
-    count = -(-batch // target)
-    return -(-batch // count)
+    return pick_micro_batch(hidden.shape[0], hidden.shape[1], device_type=hidden.device.type)
 
 
 def _can_split(leaves: Sequence[Any], hidden: Tensor) -> bool:

@@ -6,8 +6,9 @@ JSON; nothing here touches a device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from outcore.timeline import LANES, Span
 
@@ -91,3 +92,24 @@ class Plan:
 
     def tier_bytes(self, tier: str) -> int:
         return sum(self.peak_bytes.get(tier, {}).values())
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        return json.dumps(asdict(self), indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Return the plan that ``to_json`` wrote; fields that a later version added are refused."""
+        values: dict[str, Any] = json.loads(text)
+        try:
+            job, prediction = dict(values["job"]), dict(values["prediction"])
+            job["budgets"] = Budgets(**job["budgets"])
+            prediction["timeline"] = tuple(Span(**span) for span in prediction["timeline"])
+            read = {
+                **values,
+                "job": Job(**job),
+                "blocks": tuple(BlockPlan(**block) for block in values["blocks"]),
+                "prediction": Prediction(**prediction),
+            }
+            return cls(**read)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this is no plan of this version of Outcore: {error}") from error

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.model_spec import auto_class
 from outcore.shapes import shape_config, shape_names
 
 # Weight, gradient, two moments and a second weight (fp32 in plain torch, or master and bf16).
@@ -31,7 +32,7 @@ class ModelSource:
 
     def make(self, device: str) -> nn.Module:
         """Return the model; a shape's weights are drawn on ``device``, which for a GPU is fast."""
-        auto = _auto_class(self.config)
+        auto = auto_class(self.config)
         config = copy.deepcopy(self.config)  # offloading and training may write into it
         if self.directory is not None:
             model = auto.from_pretrained(
@@ -50,7 +51,7 @@ class ModelSource:
     def num_parameters(self) -> int:
         """Return the number of parameters, from a model on the meta device."""
         with torch.device("meta"):
-            model = _auto_class(self.config).from_config(copy.deepcopy(self.config))
+            model = auto_class(self.config).from_config(copy.deepcopy(self.config))
         return sum(parameter.numel() for parameter in model.parameters())
 
     def resident_bytes(self) -> int:
@@ -109,17 +110,3 @@ def _unknown(name: str) -> str:
     if looks_like_hub_name:
         text += f" For a model of the hub: hf download {name} --local-dir DIR, then name DIR."
     return text
-
-
-def _auto_class(config: Any) -> Any:
-    """Return the auto class of the config's architecture; causal language models by default."""
-    import transformers
-
-    names = getattr(config, "architectures", None) or [""]
-    for suffix, auto in (
-        ("ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
-        ("ForMaskedLM", "AutoModelForMaskedLM"),
-    ):
-        if names[0].endswith(suffix):
-            return getattr(transformers, auto)
-    return transformers.AutoModelForCausalLM

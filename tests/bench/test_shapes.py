@@ -9,12 +9,20 @@ from outcore.shapes import config_from_dict, shape_config, shape_dict, shape_nam
 
 # Parameters in billions, tied embeddings once, from the model cards.
 PUBLISHED = {
+    "deepseek-v3": 671.0,
+    "gemma-3-12b": 11.77,  # without the vision tower
+    "gemma-3-27b": 27.01,
+    "gemma-3-4b": 3.88,
     "gemma-3-1b": 1.00,
+    "gpt-oss-120b": 116.8,
     "gpt-oss-20b": 20.9,
     "llama-3.1-405b": 405.9,
     "llama-3.1-70b": 70.6,
     "llama-3.1-8b": 8.03,
     "mistral-7b": 7.25,
+    "mistral-nemo-12b": 12.25,
+    "mistral-small-24b": 23.57,
+    "mixtral-8x22b": 140.6,
     "mixtral-8x7b": 46.7,
     "qwen2.5-0.5b": 0.494,
     "qwen2.5-1.5b": 1.54,
@@ -26,6 +34,7 @@ PUBLISHED = {
     "qwen3-0.6b": 0.596,
     "qwen3-1.7b": 1.72,
     "qwen3-14b": 14.77,
+    "qwen3-235b-a22b": 235.1,
     "qwen3-30b-a3b": 30.53,
     "qwen3-32b": 32.76,
     "qwen3-4b": 4.02,

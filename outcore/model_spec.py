@@ -1,0 +1,384 @@
+"""What a model is made of, as numbers: parameters, bytes, operations and activations by block.
+
+Read from a configuration on the meta device with the engine's own block finder, so that blocks and
+edges are those that will be streamed. No weights are needed. Also the one place where operations
+are counted: ``ModelSpec.step_flops`` for the speeds that are printed, ``BlockSpec`` for the work
+that a device really does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+
+from outcore.blocks import Part, find_parts
+from outcore.shapes import config_from_dict, shape_config, shape_names
+from outcore.store.spans import SpanLayout
+
+Dtype = Literal["bf16", "fp32"]
+BYTES_OF: dict[str, int] = {"bf16": 2, "fp32": 4}
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERT_SIZES = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """One block's attention. Widths are heads times head size; pairs are (query, key)."""
+
+    num_heads: int
+    key_width: int
+    value_width: int
+    is_causal: bool
+    window: int | None = None  # keys that a query sees; None: all
+    crosses: bool = False  # attends to an encoder as well
+
+    def pairs(self, seq_len: int) -> float:
+        """Return the pairs of one sequence; causal attention counts at half."""
+        if self.window is not None and self.window < seq_len:
+            seen = seq_len * self.window - (self.window**2 / 2 if self.is_causal else 0)
+        else:
+            seen = seq_len**2 * (0.5 if self.is_causal else 1.0)
+        return float(seen + (seq_len**2 if self.crosses else 0))
+
+    def forward_flops(self, seq_len: int) -> float:
+        """Return the operations of one sequence: scores, and the weighted sum of values."""
+        return 2.0 * (self.key_width + self.value_width) * self.pairs(seq_len)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSpec:
+    """One block. ``numel`` and ``trainable_numel`` are elements of its aligned span."""
+
+    name: str
+    kind: str
+    parameters: int
+    trainable_parameters: int
+    active_parameters: float  # experts scaled to those that a token visits
+    numel: int
+    trainable_numel: int
+    attention: Attention | None
+    input_elements_per_token: int
+    kept_elements_per_token: float  # what autograd saves, without weights and the input
+    kept_statistics_per_token: int  # fp32 values beside them: log-sum-exp, norms
+    widest_elements_per_token: float  # the widest layer's output: gradients come in this size
+
+    def weight_bytes(self, dtype: str) -> int:
+        return self.numel * BYTES_OF[dtype]
+
+    @property
+    def forward_flops_per_token(self) -> float:
+        """Matrix products only; a multiplication and an addition for each parameter."""
+        return 2.0 * self.active_parameters
+
+    def attention_flops(self, seq_len: int) -> float:
+        """Return the forward attention operations of one sequence."""
+        return self.attention.forward_flops(seq_len) if self.attention is not None else 0.0
+
+    def input_bytes_per_token(self, dtype: str) -> int:
+        return self.input_elements_per_token * BYTES_OF[dtype]
+
+    def kept_bytes_per_token(self, dtype: str) -> float:
+        """Return the activations of a kept block, without its input."""
+        return self.kept_elements_per_token * BYTES_OF[dtype] + 4 * self.kept_statistics_per_token
+
+    def working_bytes_per_token(self, dtype: str) -> float:
+        """Return what a micro-batch needs while it is differentiated.
+
+        Its activations, and the gradients of the widest layer's inputs and output.
+        """
+        return (
+            self.kept_bytes_per_token(dtype) + 3 * self.widest_elements_per_token * BYTES_OF[dtype]
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeSpec:
+    """What no block holds: embedding, final norm, head."""
+
+    name: str
+    parameters: int
+    numel: int
+    trainable_numel: int
+    deliveries: tuple[int, ...]  # elements whose gradients arrive together
+    runs_as_block: bool  # norm-like: its input is held like a block's
+    num_blocks_before: int  # in the order of definition
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model as the planner sees it. ``blocks`` and ``edges`` are in the order of definition."""
+
+    name: str
+    blocks: tuple[BlockSpec, ...]
+    edges: tuple[EdgeSpec, ...]
+    hidden_size: int
+    vocabulary: int  # rows of the head; 0 without one
+    head_parameters: int  # counted also when tied to the embedding
+    is_tied: bool
+
+    @property
+    def parameters(self) -> int:
+        return sum(b.parameters for b in self.blocks) + sum(e.parameters for e in self.edges)
+
+    @property
+    def active_parameters(self) -> float:
+        """Parameters that one token's products use: blocks and head."""
+        return sum(b.active_parameters for b in self.blocks) + self.head_parameters
+
+    @property
+    def is_moe(self) -> bool:
+        return any(b.active_parameters < b.parameters for b in self.blocks)
+
+    def step_flops(self, sequences: int, seq_len: int) -> float:
+        """Return what a training step counts as, by the rule of every speed that is printed:
+
+        6 · (block + head parameters) · tokens + 6 · layers · sequences · seq_len² · hidden. Only
+        visited experts count, recomputation never does; windows and uneven head sizes are not
+        looked at, so that figures compare.
+        """
+        tokens = sequences * seq_len
+        attention = 6 * len(self.blocks) * sequences * seq_len**2 * self.hidden_size
+        return 6 * self.active_parameters * tokens + float(attention)
+
+
+def model_spec(source: str | Path | PretrainedConfig | Mapping[str, Any]) -> ModelSpec:
+    """Return the spec of a shape name, a Hugging Face directory, a config, or its plain values."""
+    config, name = _config_of(source)
+    with torch.device("meta"), _without_init():
+        model = auto_class(config).from_config(copy.deepcopy(config))
+    model.tie_weights()  # part of the initialization that was left out
+    return spec_of_model(model, name=name)
+
+
+def spec_of_model(model: nn.Module, *, name: str | None = None) -> ModelSpec:
+    """Return the spec of a Hugging Face model; its parameters may be on the meta device."""
+    config: Any = model.config
+    text = config.get_text_config()
+    parts = find_parts(model)
+    ends = [_embedding(model, "input"), _embedding(model, "output")]
+    head = ends[1]
+    blocks: list[BlockSpec] = []
+    edges: list[EdgeSpec] = []
+    index_in_list: dict[str, int] = {}
+    for part in parts:
+        if part.is_block:
+            parent = part.name.rpartition(".")[0]
+            index = index_in_list.get(parent, 0)
+            index_in_list[parent] = index + 1
+            blocks.append(_block_spec(part, text, index))
+        else:
+            edges.append(_edge_spec(part, ends, len(blocks)))
+    return ModelSpec(
+        name=name or str(getattr(config, "model_type", type(model).__name__)),
+        blocks=tuple(blocks),
+        edges=tuple(edges),
+        hidden_size=int(text.hidden_size),
+        vocabulary=0 if head is None else int(head.weight.shape[0]),
+        head_parameters=0 if head is None else head.weight.numel(),
+        is_tied=head is not None and ends[0] is not None and head.weight is ends[0].weight,
+    )
+
+
+def auto_class(config: Any) -> Any:
+    """Return the auto class of the config's architecture; causal language models by default."""
+    import transformers
+
+    names = getattr(config, "architectures", None) or [""]
+    for suffix, auto in (
+        ("ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
+        ("ForMaskedLM", "AutoModelForMaskedLM"),
+    ):
+        if names[0].endswith(suffix):
+            return getattr(transformers, auto)
+    if getattr(config, "is_encoder_decoder", False):
+        return transformers.AutoModelForSeq2SeqLM
+    return transformers.AutoModelForCausalLM
+
+
+def _config_of(source: str | Path | PretrainedConfig | Mapping[str, Any]) -> tuple[Any, str]:
+    if isinstance(source, PretrainedConfig):
+        return source, str(source.model_type)
+    if isinstance(source, Mapping):
+        return config_from_dict(source), str(source.get("model_type"))
+    if str(source) in shape_names():
+        return shape_config(str(source)), str(source)
+    directory = Path(source)
+    file = directory if directory.is_file() else directory / "config.json"
+    if file.is_file():
+        name = file.parent.name if file.name == "config.json" else file.stem
+        return AutoConfig.from_pretrained(file, trust_remote_code=False), name
+    raise ValueError(
+        f"{str(source)!r} is neither a directory with a config.json nor a shape. "
+        f"Shapes: {', '.join(shape_names())}."
+    )
+
+
+def _without_init() -> Any:
+    """Drawing initial values of a 405B model takes seconds even where nothing is stored."""
+    try:
+        from transformers.initialization import no_init_weights
+    except ImportError:
+        return contextlib.nullcontext()
+    return no_init_weights()
+
+
+def _embedding(model: nn.Module, which: str) -> Any:
+    get: Any = getattr(model, f"get_{which}_embeddings", None)
+    try:
+        module = None if get is None else get()
+    except (NotImplementedError, AttributeError):
+        return None
+    return module if isinstance(getattr(module, "weight", None), torch.Tensor) else None
+
+
+def _edge_spec(part: Part, ends: list[Any], num_blocks: int) -> EdgeSpec:
+    layout = SpanLayout.of(part.parameters)
+    runs_as_block = (
+        not any(part.module is end for end in ends)
+        and next(part.module.children(), None) is None
+        and not isinstance(part.module, nn.Embedding)
+        and all(p.dim() == 1 for p in part.parameters.values())
+        and len(part.parameters) == len(dict(part.module.named_parameters()))
+    )
+    whole = (layout.trainable_numel,) if layout.trainable_numel else ()
+    return EdgeSpec(
+        name=part.name,
+        parameters=sum(p.numel() for p in part.parameters.values()),
+        numel=layout.numel,
+        trainable_numel=layout.trainable_numel,
+        deliveries=whole if runs_as_block else tuple(f.numel for f in layout.trainable),
+        runs_as_block=runs_as_block,
+        num_blocks_before=num_blocks,
+    )
+
+
+def _block_spec(part: Part, text: Any, index: int) -> BlockSpec:
+    layout = SpanLayout.of(part.parameters)
+    share = _active_expert_share(text)
+    numels = {name: p.numel() for name, p in part.parameters.items()}
+    is_decoder = ".decoder" in f".{part.name}" or not getattr(text, "is_encoder_decoder", False)
+    crosses = bool(getattr(text, "is_encoder_decoder", False)) and is_decoder
+    attention = _attention(part, text, index, is_decoder=is_decoder, crosses=crosses)
+    saved = _saved_elements(part.module, text, share)
+    num_norms = sum(_is_norm(m) for m in part.module.modules())
+    num_heads = 0 if attention is None else attention.num_heads * (2 if crosses else 1)
+    hidden = int(text.hidden_size)
+    return BlockSpec(
+        name=part.name,
+        kind=type(part.module).__name__ + ("" if share == 1 or not _experts(part) else " (MoE)"),
+        parameters=sum(numels.values()),
+        trainable_parameters=sum(f.numel for f in layout.trainable),
+        active_parameters=sum(
+            n * (share if "experts" in name.split(".") else 1.0) for name, n in numels.items()
+        ),
+        numel=layout.numel,
+        trainable_numel=layout.trainable_numel,
+        attention=attention,
+        input_elements_per_token=hidden * (2 if crosses else 1),
+        kept_elements_per_token=sum(saved),
+        kept_statistics_per_token=num_heads + num_norms,
+        widest_elements_per_token=max([hidden, *saved]),
+    )
+
+
+def _attention(
+    part: Part, text: Any, index: int, *, is_decoder: bool, crosses: bool
+) -> Attention | None:
+    num_heads = getattr(text, "num_attention_heads", None)
+    types = getattr(text, "layer_types", None)
+    kind = types[index] if types is not None and index < len(types) else ""
+    if not num_heads or kind == "linear_attention":
+        return None
+    size = getattr(text, "head_dim", None) or getattr(text, "d_kv", None)
+    size = size or text.hidden_size // num_heads
+    key_size = getattr(text, "qk_nope_head_dim", 0) + getattr(text, "qk_rope_head_dim", 0)
+    if not getattr(text, "kv_lora_rank", None):
+        key_size = 0  # only multi-head latent attention cuts its heads in two
+    value_size = getattr(text, "v_head_dim", None) if key_size else None
+    window = getattr(text, "sliding_window", None)
+    if kind == "chunked_attention":
+        window = getattr(text, "attention_chunk_size", None)
+    elif kind == "full_attention" or getattr(text, "use_sliding_window", True) is False:
+        window = None
+    names = getattr(text, "architectures", None) or [""]
+    is_masked_lm = names[0].endswith("ForMaskedLM")
+    return Attention(
+        num_heads=num_heads,
+        key_width=num_heads * (key_size or size),
+        value_width=num_heads * (value_size or size),
+        is_causal=is_decoder and not is_masked_lm,
+        window=window if isinstance(window, int) else None,
+        crosses=crosses,
+    )
+
+
+def _saved_elements(block: nn.Module, text: Any, share: float) -> list[float]:
+    """Return the sizes, per token, of what a compiled block saves for its backward.
+
+    Each distinct input of a matrix product and each product's output, less the last one, which is
+    the next block's input: outputs stand for what comes between two products (rotated queries, the
+    residual stream), which is saved once. Exact for Llama-like blocks with the default attention.
+    """
+    inputs: list[float] = []
+    outputs: list[float] = []
+    for parent in block.modules():
+        linears = list(_linears(parent))
+        widths = [width for _, width, _ in linears]
+        for position, (name, width, out) in enumerate(linears):
+            # Queries, keys and values read one tensor; the projection after them another.
+            is_last = position == len(linears) - 1 and not name.startswith("v")
+            if width not in widths[:position] or (is_last and len(linears) > 1):
+                inputs.append(width)
+            outputs.append(out)
+            if hasattr(parent, f"{name[0]}_norm"):  # normed queries beside the raw ones
+                outputs.append(out)
+        inputs += _expert_elements(parent, text, share)
+    return [*inputs, *outputs[:-1]] if outputs else inputs
+
+
+def _linears(parent: nn.Module) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, in, out) of the parent's own matrix products."""
+    for name, child in parent.named_children():
+        weight = getattr(child, "weight", None)
+        if next(child.children(), None) is None and weight is not None and weight.dim() == 2:
+            if hasattr(child, "in_features"):
+                yield name, int(child.in_features), int(child.out_features)  # type: ignore[arg-type]
+            elif hasattr(child, "nf"):  # GPT-2's transposed product
+                yield name, int(weight.shape[0]), int(weight.shape[1])
+
+
+def _expert_elements(module: nn.Module, text: Any, share: float) -> list[float]:
+    """Return what the experts that a token visits save: input, gate and up, product, output."""
+    own = dict(module.named_parameters(recurse=False))
+    if share == 1 or not any(p.dim() == 3 for p in own.values()):
+        return []
+    num_visited = float(text.num_experts_per_tok)
+    hidden = int(text.hidden_size)
+    size = next(int(getattr(text, n)) for n in _EXPERT_SIZES if getattr(text, n, None))
+    return [num_visited * n for n in (hidden, 2 * size, size, hidden)]
+
+
+def _experts(part: Part) -> bool:
+    return any("experts" in name.split(".") for name in part.parameters)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    own = list(module.parameters(recurse=False))
+    is_leaf = next(module.children(), None) is None
+    return is_leaf and bool(own) and all(p.dim() == 1 for p in own)
+
+
+def _active_expert_share(text: Any) -> float:
+    for field in _EXPERT_COUNTS:
+        num_experts = getattr(text, field, None)
+        if num_experts:
+            return float(text.num_experts_per_tok / num_experts)
+    return 1.0

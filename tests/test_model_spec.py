@@ -1,0 +1,164 @@
+"""Specs against real Hugging Face models of many families, and against arithmetic by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from outcore.blocks import find_parts
+from outcore.model_spec import Attention, model_spec, spec_of_model
+from outcore.shapes import shape_config, shape_dict
+from outcore.store.spans import SpanLayout
+
+sys.path.insert(0, str(Path(__file__).parent / "engine"))
+from families import BY_NAME
+
+TESTED = [
+    "llama", "llama-tied", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3-moe", "gpt-oss",
+    "deepseek-v3", "gpt2", "t5", "bert",
+]  # fmt: skip
+# Their products can be counted: no window that eager attention ignores, experts one by one.
+COUNTED = ["llama", "llama-tied", "qwen2", "qwen3", "gpt2", "t5", "bert"]
+
+
+def config_of(name: str) -> Any:
+    config = BY_NAME[name].config()
+    if name == "bert":
+        config.architectures = ["BertForMaskedLM"]
+    return config
+
+
+@pytest.mark.parametrize("name", TESTED)
+def test_blocks_and_edges_are_those_of_the_real_model(name: str) -> None:
+    spec, model = model_spec(config_of(name)), BY_NAME[name].make()
+    parts = find_parts(model)
+    assert spec.parameters == sum(p.numel() for p in model.parameters())
+    assert [b.name for b in spec.blocks] == [p.name for p in parts if p.is_block]
+    assert [e.name for e in spec.edges] == [p.name for p in parts if not p.is_block]
+    for part in parts:
+        found: Any = next(x for x in (*spec.blocks, *spec.edges) if x.name == part.name)
+        layout = SpanLayout.of(part.parameters)
+        assert (found.numel, found.trainable_numel) == (layout.numel, layout.trainable_numel)
+        assert found.parameters == sum(p.numel() for p in part.parameters.values())
+    head = model.get_output_embeddings()
+    assert spec.vocabulary == head.weight.shape[0]
+    assert spec.is_tied == (head.weight is model.get_input_embeddings().weight)
+    assert all(block.attention is not None for block in spec.blocks)
+    assert all(block.kept_elements_per_token > 0 for block in spec.blocks)
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_operations_are_those_that_run(name: str) -> None:
+    family, spec = BY_NAME[name], model_spec(config_of(name))
+    sequences, seq_len = 4, 16
+    ids = torch.zeros((sequences, seq_len), dtype=torch.long)
+    batch = {"input_ids": ids} | ({"decoder_input_ids": ids} if family.is_seq2seq else {})
+    model = family.make().eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(**batch)
+    # Eager attention computes both halves of a causal one.
+    attention = sum(
+        (2.0 if block.attention.is_causal and not block.attention.crosses else 1.0)
+        * block.attention_flops(seq_len)
+        for block in spec.blocks
+        if block.attention is not None
+    )
+    products = 2 * spec.active_parameters * sequences * seq_len
+    expected = products + sequences * attention
+    # Norms and biases are counted as products, and a decoder's own attention here at half.
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.12)
+
+
+def test_only_visited_experts_count_but_all_move() -> None:
+    spec = model_spec("qwen3-30b-a3b")
+    assert spec.is_moe
+    block = spec.blocks[0]
+    assert block.active_parameters < block.parameters / 7
+    assert block.weight_bytes("bf16") == pytest.approx(2 * block.parameters, rel=1e-4)
+    assert not model_spec("qwen3-8b").is_moe
+
+
+def test_hybrid_models_have_blocks_of_several_kinds() -> None:
+    dense_first = model_spec("deepseek-v3").blocks
+    assert [b.active_parameters == b.parameters for b in dense_first[:5]] == [True] * 3 + [
+        False
+    ] * 2
+    windows = [b.attention.window for b in model_spec("gemma-3-1b").blocks if b.attention]
+    assert windows[:6] == [512] * 5 + [None]
+    alternating = [b.attention.window for b in model_spec("gpt-oss-20b").blocks if b.attention]
+    assert alternating[:4] == [128, None, 128, None]
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 64])
+@pytest.mark.parametrize("window", [None, 1, 8, 64])
+def test_pairs_against_counting(seq_len: int, window: int | None) -> None:
+    attention = Attention(num_heads=1, key_width=1, value_width=1, is_causal=True, window=window)
+    seen = sum(min(i + 1, window or seq_len) for i in range(seq_len))
+    # The formula takes the diagonal at half.
+    assert attention.pairs(seq_len) == pytest.approx(seen, abs=max(1, seq_len / 2))
+
+
+def test_latent_attention_has_wider_keys_than_values() -> None:
+    attention = model_spec("deepseek-v3").blocks[0].attention
+    assert attention is not None
+    assert (attention.key_width, attention.value_width) == (128 * 192, 128 * 128)
+
+
+def test_a_directory_a_config_and_its_values_give_one_spec(tmp_path: Path) -> None:
+    config = shape_config("qwen3-0.6b")
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    by_config = model_spec(config)
+    assert model_spec(tmp_path).blocks == by_config.blocks
+    assert model_spec(str(tmp_path)).edges == by_config.edges
+    assert model_spec(shape_dict("qwen3-0.6b")).blocks == by_config.blocks
+    assert model_spec("qwen3-0.6b").parameters == by_config.parameters
+    with pytest.raises(ValueError, match="neither a directory"):
+        model_spec("no-such-model")
+
+
+def test_frozen_parameters_are_not_trained() -> None:
+    model = BY_NAME["llama"].make()
+    for parameter in model.model.layers[0].mlp.parameters():
+        parameter.requires_grad_(False)
+    first, second = spec_of_model(model).blocks[:2]
+    assert first.trainable_parameters < second.trainable_parameters
+    assert first.parameters == second.parameters
+    assert first.trainable_numel < second.trainable_numel
+
+
+def test_the_spec_is_what_the_engine_streams() -> None:
+    """The engine's units, in their order, have the sizes that a plan counts with."""
+    from outcore.engine.options import check_options
+    from outcore.engine.placement import build_units
+    from outcore.optim.updates import chunks_of
+    from outcore.plan.placement import Units
+
+    options: dict[str, Any] = dict.fromkeys(
+        ("device_memory", "host_memory", "micro_batch", "dtype", "gradient_dtype", "num_visits")
+    )
+    checked = check_options(
+        device="cpu", weights="host", state="host", activations="auto", num_slots=3,
+        compile=None, **options,
+    )  # fmt: skip
+    for name in TESTED:
+        model = BY_NAME[name].make()
+        built = build_units(model, checked)
+        units = Units(spec_of_model(model))
+        counted = units.units
+        assert [u.layout.numel for u in built] == [u.numel for u in counted], name
+        assert [u.layout.trainable_numel for u in built] == [u.trainable_numel for u in counted]
+        numels = [c.numel for c in chunks_of(built, units._limit())]
+        assert units.max_chunk == max(numels)
+        first = [c.numel for c in chunks_of(built[:2], units._limit())]
+        assert [numel for _, numel in units.chunks] == first
+        runs_whole = [u.arrives_whole and not u.part.is_block for u in built]
+        edges = iter(spec_of_model(model).edges)
+        assert runs_whole == [
+            next(edges).runs_as_block if u.block is None else False for u in counted
+        ]
