@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from outcore.engine.offload import engine_of, offload, release, synchronize
     from outcore.engine.run_record import record, report
     from outcore.errors import (
+        DoesNotFit,
         LaneError,
         NonFiniteGradient,
         OutcoreError,
@@ -18,11 +19,13 @@ if TYPE_CHECKING:
         UnsupportedModel,
     )
     from outcore.optim.adamw import AdamW
+    from outcore.planning.make import plan
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AdamW",
+    "DoesNotFit",
     "LaneError",
     "NonFiniteGradient",
     "OutOfBudget",
@@ -33,6 +36,7 @@ __all__ = [
     "from_config",
     "load",
     "offload",
+    "plan",
     "record",
     "release",
     "report",
@@ -46,6 +50,7 @@ _HOMES = {
     "outcore.engine.offload": ("engine_of", "offload", "release", "synchronize"),
     "outcore.engine.run_record": ("record", "report"),
     "outcore.errors": (
+        "DoesNotFit",
         "LaneError",
         "NonFiniteGradient",
         "OutOfBudget",
@@ -54,6 +59,7 @@ _HOMES = {
         "UnsupportedModel",
     ),
     "outcore.optim.adamw": ("AdamW",),
+    "outcore.planning.make": ("plan",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

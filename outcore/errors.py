@@ -50,4 +50,4 @@ class DoesNotFit(OutOfBudget):
     ) -> None:
         super().__init__(message)
         self.missing_bytes = missing_bytes  # by tier
-        self.changes = changes  # outcore.plan.refusal.Change, the nearest first; each was tried
+        self.changes = changes  # outcore.planning.refusal.Change, the nearest first; each was tried

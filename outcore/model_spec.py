@@ -125,7 +125,7 @@ class ModelSpec:
     is_tied: bool
 
     @property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         return sum(b.parameters for b in self.blocks) + sum(e.parameters for e in self.edges)
 
     @property

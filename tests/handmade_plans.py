@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from outcore.machine.machine import Machine
-from outcore.plan.plan import BlockPlan, Budgets, Job, Plan, Prediction, Span
+from outcore.planning.plan import BlockPlan, Budgets, Job, Plan, Prediction, Span
 
 GIB = 2**30
 

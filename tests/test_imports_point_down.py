@@ -20,7 +20,7 @@ FLOORS = (
     ("verify", "bench"),
     (".",),
     ("engine",),
-    ("plan",),
+    ("planning",),
     ("model_spec",),
     ("machine",),
     ("optim",),

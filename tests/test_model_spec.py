@@ -38,7 +38,7 @@ def config_of(name: str) -> Any:
 def test_blocks_and_edges_are_those_of_the_real_model(name: str) -> None:
     spec, model = model_spec(config_of(name)), BY_NAME[name].make()
     parts = find_parts(model)
-    assert spec.parameters == sum(p.numel() for p in model.parameters())
+    assert spec.num_parameters == sum(p.numel() for p in model.parameters())
     assert [b.name for b in spec.blocks] == [p.name for p in parts if p.is_block]
     assert [e.name for e in spec.edges] == [p.name for p in parts if not p.is_block]
     for part in parts:
@@ -117,7 +117,7 @@ def test_a_directory_a_config_and_its_values_give_one_spec(tmp_path: Path) -> No
     assert model_spec(tmp_path).blocks == by_config.blocks
     assert model_spec(str(tmp_path)).edges == by_config.edges
     assert model_spec(shape_dict("qwen3-0.6b")).blocks == by_config.blocks
-    assert model_spec("qwen3-0.6b").parameters == by_config.parameters
+    assert model_spec("qwen3-0.6b").num_parameters == by_config.num_parameters
     with pytest.raises(ValueError, match="neither a directory"):
         model_spec("no-such-model")
 
@@ -137,7 +137,7 @@ def test_the_spec_is_what_the_engine_streams() -> None:
     from outcore.engine.options import check_options
     from outcore.engine.placement import build_units
     from outcore.optim.updates import chunks_of
-    from outcore.plan.placement import Units
+    from outcore.planning.placement import Units
 
     options: dict[str, Any] = dict.fromkeys(
         ("device_memory", "host_memory", "micro_batch", "dtype", "gradient_dtype", "num_visits")

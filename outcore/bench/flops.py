@@ -47,7 +47,7 @@ def count_parameters(config: PretrainedConfig) -> ParameterCounts:
     if not spec.head_parameters:
         raise ValueError(f"{spec.name} has no output head to count")
     return ParameterCounts(
-        total=spec.parameters,
+        total=spec.num_parameters,
         blocks=sum(block.parameters for block in spec.blocks),
         blocks_active=sum(block.active_parameters for block in spec.blocks),
         head=spec.head_parameters,

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from outcore.plan.compare import (
+from outcore.planning.compare import (
     Comparison,
     Way,
     assumption_sentences,

@@ -15,12 +15,13 @@ from outcore.cli import planning
 from outcore.cli.plan_options import HERE, budgets, check_compare, check_file, make_job
 from outcore.cli.report import console_for, stop, write_json
 from outcore.errors import OutcoreError, UnsupportedModel
-from outcore.plan.plan import Job, Plan
+from outcore.planning.plan import Job, Plan
 
 if TYPE_CHECKING:
     from outcore.machine.machine import Machine
-    from outcore.plan.compare import Comparison
-    from outcore.plan.smaller_budget import SmallerBudget
+    from outcore.model_spec import ModelSpec
+    from outcore.planning.compare import Comparison
+    from outcore.planning.smaller_budget import SmallerBudget
 
 
 class StateFormat(str, Enum):
@@ -161,7 +162,7 @@ def plan_command(
     _write_files(plan, chosen, smaller, comparison, json_file, html_file, console)
 
 
-def _find_model(source: str) -> planning.Spec:
+def _find_model(source: str) -> ModelSpec:
     try:
         return planning.model_spec(source)
     except (ValueError, OSError) as error:
@@ -182,7 +183,7 @@ def _line(error: Exception) -> str:
     return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
 
 
-def _make_plan(spec: planning.Spec, machine: Machine, job: Job) -> Plan:
+def _make_plan(spec: ModelSpec, machine: Machine, job: Job) -> Plan:
     try:
         return planning.make_plan(spec, machine, job)
     except UnsupportedModel as error:
@@ -195,10 +196,10 @@ def _make_plan(spec: planning.Spec, machine: Machine, job: Job) -> Plan:
         raise typer.BadParameter(str(error)) from None
 
 
-def _smaller_budget(spec: planning.Spec, machine: Machine, plan: Plan) -> SmallerBudget | None:
+def _smaller_budget(spec: ModelSpec, machine: Machine, plan: Plan) -> SmallerBudget | None:
     """Return the plan for the next smaller device budget, or why there is none."""
-    from outcore.plan.smaller_budget import SmallerBudget, next_smaller_bytes
-    from outcore.plan.words import budget_bytes
+    from outcore.planning.smaller_budget import SmallerBudget, next_smaller_bytes
+    from outcore.planning.words import budget_bytes
 
     size = next_smaller_bytes(plan, budget_bytes(plan, machine).get("device"))
     if size is None:
@@ -213,20 +214,19 @@ def _smaller_budget(spec: planning.Spec, machine: Machine, plan: Plan) -> Smalle
 def _compare(
     plan: Plan,
     machine: Machine,
-    spec: planning.Spec,
+    spec: ModelSpec,
     train_tokens: float | None,
     price_per_hour: float | None,
     gpus: int | None,
 ) -> Comparison:
-    from outcore.plan.compare import compare, estimated_hidden_size
+    from outcore.planning.compare import compare
 
     assert train_tokens is not None
-    hidden_size = getattr(spec, "hidden_size", None)
     return compare(
         plan,
         machine,
         num_parameters=spec.num_parameters,
-        hidden_size=hidden_size or estimated_hidden_size(spec.num_parameters, len(plan.blocks)),
+        hidden_size=spec.hidden_size,
         train_tokens=train_tokens,
         num_gpus=gpus or 1,
         price_per_hour=price_per_hour,
@@ -241,7 +241,7 @@ def _show(
     comparison: Comparison | None,
 ) -> None:
     from outcore.cli.compare_table import comparison_report
-    from outcore.plan.explain import explain
+    from outcore.planning.explain import explain
 
     console.print(explain(plan, machine=machine, smaller=smaller))
     if comparison is not None:
@@ -258,8 +258,8 @@ def _write_files(
     html_file: str | None,
     console: Console,
 ) -> None:
-    from outcore.plan.page import plan_page
-    from outcore.plan.plan_json import plan_to_dict
+    from outcore.planning.page import plan_page
+    from outcore.planning.plan_json import plan_to_dict
 
     try:
         if json_file is not None:

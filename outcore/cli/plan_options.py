@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from outcore.plan.plan import Budgets, Job
+from outcore.planning.plan import Budgets, Job
 from outcore.units import parse_bytes
 
 HERE = "here"
@@ -69,7 +69,8 @@ def make_job(**fields: Any) -> Job:
 
 def budgets(device: str | None, host: str | None, disk: str | None, machine: str) -> Budgets:
     """Return the budgets in bytes; the disk's path must exist if it is on this machine."""
-    disk_path, disk_bytes = None, None
+    disk_path: str | None = None
+    disk_bytes: int | None = 0  # no disk unless it is named
     if disk is not None:
         disk_path, colon, size = disk.rpartition(":")
         if not colon or not disk_path:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outcore.plan.micro_batch import pick_micro_batch
+from outcore.planning.micro_batch import pick_micro_batch
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 

@@ -27,7 +27,7 @@ from outcore.engine.placement import (
     retie,
 )
 from outcore.errors import OutcoreError
-from outcore.plan.plan import Plan
+from outcore.planning.plan import Plan
 from outcore.store.ledger import Ledger
 from outcore.store.memory_limits import available_host_bytes
 from outcore.stream.lanes import Lane

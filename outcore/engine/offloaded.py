@@ -16,7 +16,7 @@ from outcore.engine.disk_tier import DiskTier
 from outcore.engine.host_inputs import HostInputs
 from outcore.engine.options import OffloadOptions
 from outcore.optim.backend import DEVICE_STATE, OptimizerBackend, OptimizerPlacement
-from outcore.plan.plan import Plan
+from outcore.planning.plan import Plan
 from outcore.store.ledger import Ledger, TierReport, tier_report
 from outcore.stream.lanes import Lane
 from outcore.stream.slots import Slots

@@ -10,7 +10,7 @@ import torch
 
 from outcore.optim.state_format import StateFormat
 from outcore.optim.state_format import state_format as make_state_format
-from outcore.plan.plan import Budgets, Plan
+from outcore.planning.plan import Budgets, Plan
 from outcore.store.disk_budget import DiskBudget, parse_disk
 from outcore.units import parse_bytes
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from outcore.engine.offload import engine_of
 from outcore.engine.offloaded import Engine
-from outcore.plan.page import plan_page
-from outcore.plan.side_by_side import Measurement, Row, side_by_side, side_by_side_table
-from outcore.plan.trace import write_trace
+from outcore.planning.page import plan_page
+from outcore.planning.side_by_side import Measurement, Row, side_by_side, side_by_side_table
+from outcore.planning.trace import write_trace
 from outcore.stream.recording import Recording, recording
 from outcore.timeline import Span
 

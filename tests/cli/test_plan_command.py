@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 from outcore.cli import app, planning
 from outcore.errors import OutcoreError, UnsupportedModel
 from outcore.machine.machine import Machine
-from outcore.plan.plan import Job, Plan
-from outcore.plan.plan_json import read_plan
+from outcore.planning.plan import Budgets, Job, Plan
+from outcore.planning.plan_json import read_plan
 
 MODEL = ["qwen2.5-7b", "--machine", "h200-pcie5"]
 
@@ -85,7 +85,7 @@ def test_the_table_and_the_next_smaller_budget(planner: Planner) -> None:
         assert fact in result.stdout, fact
     assert "With 20.0 GiB of device memory a step takes 5.12 s, 25% longer" in result.stdout
     asked, smaller = planner.jobs
-    assert asked == Job(tokens=32768, seq_len=2048)
+    assert asked == Job(tokens=32768, seq_len=2048, budgets=Budgets(disk_bytes=0))
     assert smaller.budgets.device_bytes == 20 * GIB
 
 

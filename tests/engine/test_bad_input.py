@@ -272,7 +272,7 @@ def test_no_repeated_blocks(kind: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": "disc"}, r"weights must be one of 'device', 'host', not 'disc'"),
+        ({"weights": "disc"}, r"weights must be one of 'device', 'host', 'disk', not 'disc'"),
         ({"state": "gpu"}, "state must be one of"),
         ({"activations": "drop"}, "activations"),
         ({"dtype": torch.float16}, "bfloat16"),

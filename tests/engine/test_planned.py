@@ -12,7 +12,7 @@ import torch
 from families import BY_NAME
 
 import outcore
-from outcore.plan.plan import BlockPlan, Budgets, Job, Plan, Prediction, Span
+from outcore.planning.plan import BlockPlan, Budgets, Job, Plan, Prediction, Span
 
 PREDICTION = Prediction(
     step_s=1.0,

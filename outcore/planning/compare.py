@@ -1,0 +1,254 @@
+"""Offload, or more GPUs? Time and money for a number of tokens, both ways.
+
+Offloading: N of this machine, each with the plan, data parallel. More GPUs: the fewest of the same
+kind that hold the model without offloading, sharded. Pure arithmetic on the plan's prediction; the
+assumptions are a value, and ``assumption_sentences`` says them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from outcore.machine.machine import Machine
+from outcore.planning.plan import Plan
+from outcore.units import format_bytes
+
+_DAY_S = 86_400
+_MOST_GPUS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """What the comparison takes for granted."""
+
+    # bf16 weight and gradient, fp32 master and two moments.
+    resident_bytes_per_parameter: int = 16
+    usable_share: float = 0.9  # of device memory: the rest is CUDA's, NCCL's and fragments
+    gathered_blocks: int = 2  # bf16 weights of the block at work, and of the next one
+    # Values of a block's inside that its backward needs, in bytes per token and hidden unit.
+    inside_bytes_per_unit: int = 34
+    sharded_efficiency: float = 0.85  # of a lone GPU's speed, where weights are gathered
+    gradient_bytes_per_parameter: int = 2  # bf16, exchanged between machines once a step
+    wrong_tool_days: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to train: how many GPUs, how long, for how much."""
+
+    num_gpus: int
+    tokens_per_s: float  # all GPUs together
+    seconds: float
+    dollars: float | None  # None: no price is known
+
+    @property
+    def days(self) -> float:
+        return self.seconds / _DAY_S
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Both ways, for the same number of tokens."""
+
+    train_tokens: float
+    price_per_hour: float | None
+    offload: Way
+    exchange_s: float  # of each offloaded step, for gradients between machines
+    resident: Way | None  # None: not even one sequence fits beside the gathered blocks
+    resident_bytes: int  # weights, gradients and state, all GPUs together
+    activation_bytes: int  # a GPU's, for one sequence, with checkpointing
+    assumptions: Assumptions
+
+
+def compare(
+    plan: Plan,
+    machine: Machine,
+    *,
+    num_parameters: int,
+    hidden_size: int,
+    train_tokens: float,
+    num_gpus: int = 1,
+    price_per_hour: float | None = None,
+    assumptions: Assumptions | None = None,
+) -> Comparison:
+    """Return both ways. ``price_per_hour``: of one machine; the catalogue's if None."""
+    assume = assumptions or Assumptions()
+    if not (math.isfinite(train_tokens) and train_tokens > 0):
+        raise ValueError(f"the tokens to train on must be a positive number, not {train_tokens}")
+    if num_gpus < 1:
+        raise ValueError(f"the number of GPUs must be at least 1, not {num_gpus}")
+    price = machine.price_per_hour if price_per_hour is None else price_per_hour
+    exchange_s = gradient_exchange_s(machine, num_parameters, num_gpus, assume)
+    step_s = plan.prediction.step_s + exchange_s
+    offload = _way(num_gpus, num_gpus * plan.job.tokens / step_s, train_tokens, price)
+
+    activation_bytes = checkpointed_activation_bytes(plan, hidden_size, assume)
+    fewest = fewest_gpus(plan, machine, num_parameters, activation_bytes, assume)
+    resident = None
+    if fewest is not None:
+        # The plan's own compute lane, never waiting: the planner's figures on both sides.
+        compute_s = plan.prediction.busy_s.get("compute") or plan.prediction.step_s
+        efficiency = assume.sharded_efficiency if fewest > 1 else 1.0
+        tokens_per_s = fewest * efficiency * plan.job.tokens / compute_s
+        resident = _way(fewest, tokens_per_s, train_tokens, price)
+    return Comparison(
+        train_tokens=train_tokens,
+        price_per_hour=price,
+        offload=offload,
+        exchange_s=exchange_s,
+        resident=resident,
+        resident_bytes=num_parameters * assume.resident_bytes_per_parameter,
+        activation_bytes=activation_bytes,
+        assumptions=assume,
+    )
+
+
+def _way(num_gpus: int, tokens_per_s: float, train_tokens: float, price: float | None) -> Way:
+    seconds = train_tokens / tokens_per_s
+    dollars = None if price is None else num_gpus * price * seconds / 3600
+    return Way(num_gpus=num_gpus, tokens_per_s=tokens_per_s, seconds=seconds, dollars=dollars)
+
+
+def gradient_exchange_s(
+    machine: Machine, num_parameters: int, num_gpus: int, assume: Assumptions
+) -> float:
+    """Return the time of a ring all-reduce over the link, with nothing hidden behind compute."""
+    if num_gpus == 1:
+        return 0.0
+    gradient_bytes = num_parameters * assume.gradient_bytes_per_parameter
+    return 2 * (num_gpus - 1) / num_gpus * gradient_bytes / machine.both_ways_bytes_s
+
+
+def checkpointed_activation_bytes(plan: Plan, hidden_size: int, assume: Assumptions) -> int:
+    """Return one sequence's activations on a GPU: every block's input, and one block's inside."""
+    bytes_per_unit = 2 * len(plan.blocks) + assume.inside_bytes_per_unit
+    return plan.job.seq_len * hidden_size * bytes_per_unit
+
+
+def fewest_gpus(
+    plan: Plan,
+    machine: Machine,
+    num_parameters: int,
+    activation_bytes: int,
+    assume: Assumptions,
+) -> int | None:
+    """Return how many GPUs hold the model without offloading; None if no number does."""
+    resident_bytes = num_parameters * assume.resident_bytes_per_parameter
+    usable = assume.usable_share * machine.device_memory_bytes - activation_bytes
+    if resident_bytes <= usable:
+        return 1
+    # From two GPUs on, whole blocks are gathered beside the shard.
+    block_bytes = 2 * num_parameters / max(1, len(plan.blocks))
+    for_shard = usable - assume.gathered_blocks * block_bytes
+    if for_shard <= 0:
+        return None
+    fewest = max(2, math.ceil(resident_bytes / for_shard))
+    return fewest if fewest <= _MOST_GPUS else None
+
+
+def assumption_sentences(comparison: Comparison) -> list[str]:
+    """Return what the figures take for granted, a sentence each."""
+    assume = comparison.assumptions
+    sentences = [
+        "Without offloading: "
+        f"{assume.resident_bytes_per_parameter} bytes a parameter (bf16 weight and gradient, fp32 "
+        f"master and moments: {format_bytes(comparison.resident_bytes)}), sharded over the GPUs; "
+        f"each works on one sequence at a time with checkpointing "
+        f"({format_bytes(comparison.activation_bytes)}) and uses {assume.usable_share:.0%} of its "
+        "memory.",
+        f"A lone GPU computes as fast as this plan's compute lane; sharded ones reach "
+        f"{assume.sharded_efficiency:.0%} of that each, given a fast link between them (NVLink); "
+        "over PCIe alone they are slower.",
+    ]
+    if comparison.offload.num_gpus > 1:
+        sentences.append(
+            f"Offloaded machines train data parallel: a step is {comparison.offload.num_gpus} "
+            f"times as many tokens, and gradients are exchanged over the link once a step in "
+            f"{comparison.exchange_s:.2f} s, with nothing hidden."
+        )
+    if comparison.price_per_hour is not None:
+        sentences.append(
+            f"A GPU with its share of the machine costs ${comparison.price_per_hour:,.2f} an hour, "
+            "offloaded or not."
+        )
+    else:
+        sentences.append("No price is known for this machine: --price-per-hour gives one.")
+    return sentences
+
+
+def verdict_sentences(comparison: Comparison) -> list[str]:
+    """Return which way to take, in words."""
+    offload, resident = comparison.offload, comparison.resident
+    limit_days = comparison.assumptions.wrong_tool_days
+    sentences = []
+    if resident is None:
+        sentences.append(
+            "No number of these GPUs holds the model without offloading: one sequence and the "
+            "gathered blocks are more than a GPU's memory."
+        )
+    elif resident.num_gpus == 1:
+        sentences.append(
+            "One GPU holds the model without offloading. Offloading then only frees memory, for "
+            "longer sequences or larger batches."
+        )
+    else:
+        sentences.append(_against(offload, resident))
+    if offload.days > limit_days:
+        sentences.append(
+            f"Offloading is the wrong tool for this: {format_duration(offload.seconds)} is more "
+            f"than {limit_days:g} days. So many tokens are large-scale pre-training; "
+            f"{_instead(resident, limit_days)}."
+        )
+    return sentences
+
+
+def _instead(resident: Way | None, limit_days: float) -> str:
+    if resident is None:
+        return "it needs GPUs with more memory, and many of them"
+    enough = max(resident.num_gpus, math.ceil(resident.num_gpus * resident.days / limit_days))
+    return f"{_gpus(enough)} that hold the model would end within {limit_days:g} days"
+
+
+def _against(offload: Way, resident: Way) -> str:
+    speed = offload.seconds / resident.seconds
+    time = (
+        f"takes {speed:.1f} times as long as"
+        if speed > 1.05
+        else f"takes {1 / speed:.1f} times less time than"
+        if speed < 0.95
+        else "takes as long as"
+    )
+    text = f"Offloading on {_gpus(offload.num_gpus)} {time} the {resident.num_gpus} GPUs"
+    if offload.dollars is None or resident.dollars is None or resident.dollars == 0:
+        return f"{text} that hold the model."
+    money = offload.dollars / resident.dollars - 1
+    if abs(money) < 0.02:
+        return f"{text} that hold the model, and costs the same."
+    word = "less" if money < 0 else "more"
+    return f"{text} that hold the model, and costs {abs(money):.0%} {word}."
+
+
+def _gpus(count: int) -> str:
+    return "one GPU" if count == 1 else f"{count} GPUs"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a time as people say it: 42 s, 12.5 min, 7.2 hours, 3.4 days, 2.1 years."""
+    for limit, size, unit in (
+        (120, 1, "s"),
+        (7200, 60, "min"),
+        (2 * _DAY_S, 3600, "hours"),
+        (1000 * _DAY_S, _DAY_S, "days"),
+    ):
+        if seconds < limit:
+            return f"{seconds / size:,.{0 if size == 1 else 1}f} {unit}"
+    return f"{seconds / (365.25 * _DAY_S):,.1f} years"
+
+
+def format_tokens(tokens: float) -> str:
+    """Return a number of tokens as people write it: 32768, 250 M, 1.5 B, 15 T."""
+    for size, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M")):
+        if tokens >= size:
+            return f"{tokens / size:,.4g}{unit}"
+    return f"{tokens:.0f}"

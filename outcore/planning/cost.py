@@ -1,0 +1,142 @@
+"""How long each piece of a step takes on a machine.
+
+The machine's figures are what large, clean operations reach; the efficiencies here are what a
+transformer reaches of them, measured on one H200 with the Qwen2.5-7B shape (docs/planning.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from outcore.machine.machine import Machine
+from outcore.model_spec import BYTES_OF, BlockSpec, ModelSpec
+from outcore.planning.plan import Job
+from outcore.planning.state_bytes import StateBytes
+
+MATMUL_EFFICIENCY = 0.90  # of the machine's large products, beside reading the weights
+ATTENTION_EFFICIENCY = 0.58  # at 2,048 tokens with grouped keys, of long sequences
+FP32_MATMUL_SHARE = 0.5  # TF32 products run at half the rate of bf16 ones
+FORWARD_TRAFFIC = 1.5  # element-wise reads and writes, in units of the activations that are saved
+BACKWARD_TRAFFIC = 3.0
+ACCUMULATE_BYTES = 10  # a parameter and micro-batch: fp32 sum in and out, bf16 gradient in
+FIRST_ACCUMULATE_BYTES = 6  # the first micro-batch starts the sum
+GRADIENT_OUT_BYTES = 10  # a parameter: norm, and the cast to the type that travels
+LOSS_BYTES_PER_LOGIT = 8
+LAUNCH_S = 60e-6  # between two micro-batches of a block
+STEP_S = 0.025  # reading norms and labels back, and the first launches after it
+HELPED_UPDATE = 1.25  # host cores and visitor together, of the host cores alone
+COPY_LATENCY_S = 20e-6
+DISK_LATENCY_S = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCost:
+    """Seconds of one block over the whole batch."""
+
+    forward_s: float
+    differentiate_s: float  # the backward without the recompute
+
+
+class Costs:
+    """Durations for one model, machine, job and micro-batch."""
+
+    def __init__(self, spec: ModelSpec, machine: Machine, job: Job, micro_batch: int) -> None:
+        self.machine = machine
+        self.tokens = job.sequences * job.seq_len
+        self.bytes = StateBytes.of(job)
+        self._job = job
+        self._spec = spec
+        self._num_micro_batches = -(-job.sequences // micro_batch)
+        self._matmul_flops_s = machine.matmul_flops_s * MATMUL_EFFICIENCY
+        if job.dtype == "fp32":
+            self._matmul_flops_s *= FP32_MATMUL_SHARE
+        self._block = lru_cache(maxsize=None)(self._block_cost)
+        self.blocks = tuple(
+            self._block(
+                b.parameters,
+                b.trainable_parameters,
+                b.forward_flops_per_token,
+                b.attention_flops(job.seq_len),
+                b.kept_bytes_per_token(job.dtype),
+            )
+            for b in spec.blocks
+        )
+
+    def _block_cost(
+        self,
+        parameters: int,
+        trainable: int,
+        flops_per_token: float,
+        attention_flops: float,
+        kept_bytes: float,
+    ) -> BlockCost:
+        machine, count = self.machine, self._num_micro_batches
+        product_s = flops_per_token * self.tokens / self._matmul_flops_s
+        # Each micro-batch reads all weights again; this binds only where it is small.
+        read_s = count * parameters * self.bytes.weight / machine.device_memory_bytes_s
+        attention = attention_flops * self._job.sequences / ATTENTION_EFFICIENCY
+        traffic_s = kept_bytes * self.tokens / machine.device_memory_bytes_s
+        accumulate = FIRST_ACCUMULATE_BYTES + (count - 1) * ACCUMULATE_BYTES + GRADIENT_OUT_BYTES
+        is_trained = trainable > 0
+        return BlockCost(
+            forward_s=product_s
+            + read_s
+            + attention / machine.attention_forward_flops_s
+            + FORWARD_TRAFFIC * traffic_s
+            + count * LAUNCH_S,
+            differentiate_s=(product_s + read_s) * (2 if is_trained else 1)
+            + 2 * attention / machine.attention_backward_flops_s
+            + BACKWARD_TRAFFIC * traffic_s
+            + accumulate * trainable / machine.device_memory_bytes_s
+            + count * LAUNCH_S,
+        )
+
+    @property
+    def head_s(self) -> float:
+        """Head and loss, with their gradients, chunk by chunk."""
+        spec, memory_bytes_s = self._spec, self.machine.device_memory_bytes_s
+        if not spec.head_parameters:
+            return 0.0
+        products = 6.0 * spec.head_parameters * self.tokens / self._matmul_flops_s
+        return products + LOSS_BYTES_PER_LOGIT * self.tokens * spec.vocabulary / memory_bytes_s
+
+    @property
+    def embedding_s(self) -> float:
+        """Looking rows up, or making the gradient of the table."""
+        edges = sum(e.parameters for e in self._spec.edges if not e.runs_as_block)
+        hidden = self.tokens * self._spec.hidden_size * BYTES_OF[self._job.dtype]
+        return (hidden * 2 + edges * self.bytes.weight) / self.machine.device_memory_bytes_s
+
+    def update_on_host_s(self, numel: float, *, helped: bool = False) -> float:
+        traffic = numel * self.bytes.update_traffic
+        return traffic / (self.machine.host_update_bytes_s * (self.help if helped else 1.0))
+
+    @property
+    def help(self) -> float:
+        """How much faster updates are with the visitor: its share is bounded by half the link."""
+        alone = self.machine.host_update_bytes_s / self.bytes.update_traffic
+        visits = 0.5 * self.machine.both_ways_bytes_s / (self.bytes.moved + self.bytes.gradient)
+        return min(HELPED_UPDATE, 1 + visits / alone)
+
+    def update_on_device_s(self, numel: float) -> float:
+        return numel * self.bytes.update_traffic / self.machine.device_memory_bytes_s
+
+    def to_device_s(self, num_bytes: float, *, both_ways: bool = False) -> float:
+        rate = self.machine.both_ways_bytes_s if both_ways else self.machine.to_device_bytes_s
+        return 0.0 if self.machine.is_unified else num_bytes / rate + COPY_LATENCY_S
+
+    def to_host_s(self, num_bytes: float, *, both_ways: bool = False) -> float:
+        rate = self.machine.both_ways_bytes_s if both_ways else self.machine.to_host_bytes_s
+        return 0.0 if self.machine.is_unified else num_bytes / rate + COPY_LATENCY_S
+
+    def disk_read_s(self, num_bytes: float) -> float:
+        return num_bytes / self.machine.disk_read_bytes_s + DISK_LATENCY_S
+
+    def disk_write_s(self, num_bytes: float) -> float:
+        return num_bytes / self.machine.disk_write_bytes_s + DISK_LATENCY_S
+
+
+def input_bytes(block: BlockSpec, job: Job) -> int:
+    """Return the bytes of a block's input for the whole batch."""
+    return block.input_bytes_per_token(job.dtype) * job.sequences * job.seq_len

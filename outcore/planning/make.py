@@ -1,0 +1,71 @@
+"""``outcore.plan``: a plan in one call, for a model by name or at hand, on a machine by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from outcore.machine import machine_named
+from outcore.machine.machine import Machine
+from outcore.model_spec import model_spec, spec_of_model
+from outcore.planning.plan import Budgets, Job, Plan, StateFormat
+from outcore.planning.search import make_plan
+from outcore.store.disk_budget import parse_disk
+from outcore.units import parse_bytes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def plan(
+    model: str | Path | PretrainedConfig | Mapping[str, Any] | nn.Module,
+    *,
+    tokens: int,
+    seq_len: int,
+    machine: str | Machine = "here",
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    disk: str | None = None,
+    clipping: bool = True,
+    dtype: Literal["bf16", "fp32"] = "bf16",
+    state_format: StateFormat = "fp32",
+    micro_batch: int | None = None,
+    objective: Literal["speed", "memory"] = "speed",
+) -> Plan:
+    """Return where everything would live, and what a step of ``tokens`` would cost.
+
+    model: a Hugging Face directory, a config, the name of a shape, or a model (frozen parameters
+        are then seen). No weights are read.
+    machine: "here" measures this one (once), a name is looked up in the catalogue.
+    device_memory, host_memory: budgets such as "24GiB"; None for what is free.
+    disk: "/mnt/nvme:500GiB" lets weights and state go there; None: no disk.
+    clipping: False for ``AdamW(update_during_backward=True)``.
+
+    Raises DoesNotFit, with what is missing and what would fit, before anything is allocated.
+    """
+    spec = spec_of_model(model) if isinstance(model, nn.Module) else model_spec(model)
+    found = machine_named(machine) if isinstance(machine, str) else machine
+    budget = None if disk is None else parse_disk(disk)
+    job = Job(
+        tokens=tokens,
+        seq_len=seq_len,
+        clips=clipping,
+        dtype=dtype,
+        state_format=state_format,
+        micro_batch=micro_batch,
+        budgets=Budgets(
+            device_bytes=_bytes(device_memory, "device_memory"),
+            host_bytes=_bytes(host_memory, "host_memory"),
+            disk_bytes=0 if budget is None else budget.num_bytes,
+            disk_path=None if budget is None else str(budget.path),
+        ),
+        objective=objective,
+    )
+    return make_plan(spec, found, job)
+
+
+def _bytes(size: int | str | None, what: str) -> int | None:
+    return None if size is None else parse_bytes(size, what=what)

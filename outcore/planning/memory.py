@@ -1,0 +1,185 @@
+"""How many bytes a placement takes in each tier, by the purposes of the engine's books.
+
+What the books do not see, because the allocator of the device makes it while a step runs, is
+"working memory": one micro-batch being differentiated, or a chunk of logits with its gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from outcore.machine.machine import Machine
+from outcore.model_spec import BYTES_OF, ModelSpec
+from outcore.optim.gradient_sinks import RING_BUFFERS
+from outcore.planning.cost import input_bytes
+from outcore.planning.placement import STAGING_PIECES, Placement, Units
+from outcore.planning.plan import Budgets, Job
+from outcore.planning.state_bytes import StateBytes
+
+DEVICE_SLACK = 0.03  # part of the device budget for the allocator's rounding and fragments
+HOST_SHARE = 0.97  # of a machine's memory that a process gets
+DEVICE_SHARE = 0.98
+PROCESS_BYTES = 1_800_000_000  # interpreter, torch and its CUDA libraries; in no budget
+CHUNK_LOGITS = 1 << 28
+WORKSPACE_BYTES = 100_000_000  # of the matrix products' own
+_OFFLOADED_INPUTS = 3  # on the device at a time: going, in use, coming
+
+TierBytes = dict[str, dict[str, int]]
+_Add = Callable[[str, str, float], None]
+
+
+def budgets_of(machine: Machine, budgets: Budgets) -> dict[str, int]:
+    """Return the bytes that a plan may fill in each tier."""
+    device = budgets.device_bytes
+    if device is None:
+        device = int(machine.device_memory_bytes * DEVICE_SHARE)
+    host = budgets.host_bytes
+    if host is None:
+        host = max(0, int(machine.host_memory_bytes * HOST_SHARE) - PROCESS_BYTES)
+    has_disk = machine.disk_read_bytes_s > 0 and machine.disk_write_bytes_s > 0
+    disk = budgets.disk_bytes if budgets.disk_bytes is not None else machine.disk_bytes
+    return {
+        "device": int(device * (1 - DEVICE_SLACK)),
+        "host": 0 if machine.is_unified else host,
+        "disk": disk if has_disk else 0,
+    }
+
+
+class MemoryModel:
+    """Bytes of placements of one model and job; what does not change is counted once."""
+
+    def __init__(self, spec: ModelSpec, machine: Machine, job: Job, micro_batch: int) -> None:
+        self.units = Units(spec)
+        self._spec = spec
+        self._job = job
+        self._is_unified = machine.is_unified
+        self._bytes = StateBytes.of(job)
+        self._tokens = job.sequences * job.seq_len
+        self._inputs = [input_bytes(block, job) for block in spec.blocks]
+        width = spec.hidden_size * BYTES_OF[job.dtype]
+        self._stream_bytes = self._tokens * width  # the hidden states of the batch
+        # A kept block holds its input, what autograd saved, and its micro-batches' outputs.
+        self._kept = [
+            int(block.kept_bytes_per_token(job.dtype) * self._tokens) + kept_input
+            for block, kept_input in zip(spec.blocks, self._inputs, strict=True)
+        ]
+        self._num_norms = sum(edge.runs_as_block for edge in spec.edges)
+        self._working = self._working_bytes(micro_batch)
+
+    def tiers(self, placement: Placement) -> TierBytes:
+        """Return tier → purpose → bytes, without purposes that take none."""
+        tiers: TierBytes = {"device": {}, "host": {}, "disk": {}}
+
+        def add(tier: str, purpose: str, num_bytes: float) -> None:
+            if self._is_unified and tier == "host":
+                tier = "device"
+            if num_bytes:
+                purposes = tiers[tier]
+                purposes[purpose] = purposes.get(purpose, 0) + int(num_bytes)
+
+        self._add_weights(placement, add)
+        self._add_state(placement, add)
+        self._add_activations(placement, add)
+        return tiers
+
+    def _add_weights(self, placement: Placement, add: _Add) -> None:
+        each = self._bytes.weight
+        largest_streamed = largest_on_disk = 0
+        for index, unit in enumerate(self.units.units):
+            tier = self.units.weights_tier(placement, index)
+            add(tier, "resident weights" if tier == "device" else "weights", unit.numel * each)
+            if tier != "device":
+                largest_streamed = max(largest_streamed, unit.numel)
+            if tier == "disk":
+                largest_on_disk = max(largest_on_disk, unit.numel)
+        add("device", "weight slots", placement.num_slots * largest_streamed * each)
+        add("host", "staging", 2 * largest_on_disk * each)
+        whole = [b.trainable_numel for b in self._spec.blocks]
+        whole += [e.trainable_numel for e in self._spec.edges if e.runs_as_block]
+        add("device", "gradient buffers", max(whole, default=0) * (4 + 2 * self._bytes.gradient))
+
+    def _add_state(self, placement: Placement, add: _Add) -> None:
+        sizes, chunk = self._bytes, self.units.max_chunk
+        stages = False
+        passes_ring = False
+        for index, unit in enumerate(self.units.units):
+            numel = unit.trainable_numel
+            if not numel:
+                continue
+            tier = self.units.state_tier(placement, index)
+            weights = self.units.weights_tier(placement, index)
+            # Updated on the host, a resident weight has a master copy there.
+            copies = sizes.weight if weights == "device" and tier != "device" else 0
+            if self._is_unified:
+                copies = 0
+            add(tier, "optimizer state", numel * (sizes.state + copies))
+            if self._job.clips:  # gradients wait; otherwise they go straight into the update
+                home = "host" if tier == "disk" else tier
+                add(home, "gradients", numel * sizes.gradient)
+            elif tier != "device":
+                passes_ring = True
+            stages = stages or tier == "disk"
+        if passes_ring:
+            add("host", "gradients", RING_BUFFERS * chunk * sizes.gradient)
+        if stages:
+            add("host", "staging", STAGING_PIECES * chunk * sizes.moved)
+        for index, numel in self.units.lodging(placement).items():
+            is_resident = self.units.weights_tier(placement, index) == "device"
+            lodged = sizes.state + (0 if is_resident else sizes.weight) + sizes.gradient
+            add("device", "lodged state", numel * lodged)
+        visit = chunk * (sizes.moved + sizes.gradient)
+        add("device", "state visits", placement.num_helping * visit)
+
+    def _add_activations(self, placement: Placement, add: _Add) -> None:
+        offloaded = [
+            num_bytes
+            for num_bytes, block in zip(self._inputs, placement.blocks, strict=True)
+            if block.activations == "offload"
+        ]
+        add("host", "block inputs", sum(offloaded))
+        add("device", "block inputs", sum(sorted(offloaded)[-_OFFLOADED_INPUTS:]))
+        add("device", "block inputs", self._num_norms * self._stream_bytes)
+        for i, block in enumerate(placement.blocks):
+            if block.activations == "recompute":
+                add("device", "block inputs", self._inputs[i])
+            elif block.activations == "keep":
+                add("device", "kept activations", self._kept[i] + self._stream_bytes)
+        add("device", "working memory", self._working)
+
+    def kept_bytes(self, block: int) -> int:
+        """Return what keeping a block's activations takes beyond its input."""
+        return self._kept[block] - self._inputs[block] + self._stream_bytes
+
+    def _working_bytes(self, micro_batch: int) -> int:
+        spec, dtype = self._spec, self._job.dtype
+        rows_at_once = micro_batch * self._job.seq_len
+        in_blocks = max(
+            rows_at_once * block.working_bytes_per_token(dtype)
+            + block.trainable_parameters * self._bytes.gradient
+            for block in spec.blocks
+        )
+        in_loss = 0.0
+        if spec.vocabulary:
+            logits = _chunk_rows(self._tokens, spec.vocabulary) * spec.vocabulary
+            # The logits and their gradient, and the head's gradient in fp32.
+            in_loss = 2 * logits * BYTES_OF[dtype] + 4 * spec.head_parameters
+        # The hidden states after the last block and their gradient exist in both.
+        return int(max(in_blocks, in_loss) + 2 * self._stream_bytes + WORKSPACE_BYTES)
+
+
+def _chunk_rows(num_rows: int, vocabulary: int) -> int:
+    """Return the rows of a chunk of logits, as the engine cuts them."""
+    most = max(64, CHUNK_LOGITS // vocabulary)
+    count = max(1, math.ceil(num_rows / most))
+    return max(64, math.ceil(math.ceil(num_rows / count) / 64) * 64)
+
+
+def totals(tiers: TierBytes) -> dict[str, int]:
+    return {tier: sum(purposes.values()) for tier, purposes in tiers.items()}
+
+
+def missing_bytes(tiers: TierBytes, limits: dict[str, int]) -> dict[str, int]:
+    """Return by how much each tier that does not fit exceeds its limit."""
+    over = {tier: num_bytes - limits[tier] for tier, num_bytes in totals(tiers).items()}
+    return {tier: num_bytes for tier, num_bytes in over.items() if num_bytes > 0}

@@ -1,0 +1,93 @@
+"""The plan: an immutable value that says where everything lives, and what a step will cost.
+
+``Job`` is what is asked for, ``Plan`` the answer. Both are plain values (plan_json.py writes and
+reads them); nothing here touches a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from outcore.timeline import LANES, Span
+
+__all__ = ["LANES", "Activations", "BlockPlan", "Budgets", "Job", "Plan", "Prediction", "Span"]
+
+Tier = Literal["device", "host", "disk"]
+Activations = Literal["keep", "recompute", "offload"]
+"""keep: all that the backward needs stays on the device. recompute: only the block's input does.
+offload: recompute, and the input waits on the host."""
+
+StateFormat = Literal["fp32", "compact", "minimal"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Bytes that the plan may use; the probe's or catalogue's free memory if None."""
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    disk_path: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One step of training, as asked for."""
+
+    tokens: int  # a step
+    seq_len: int
+    clips: bool = True  # clipping: updates wait for the whole backward
+    dtype: Literal["bf16", "fp32"] = "bf16"
+    state_format: StateFormat = "fp32"
+    micro_batch: int | None = None  # sequences inside a block; None: as the engine picks
+    budgets: Budgets = Budgets()
+    objective: Literal["speed", "memory"] = "speed"
+
+    @property
+    def sequences(self) -> int:
+        return self.tokens // self.seq_len
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPlan:
+    """Where one block's tensors live between uses, and what happens to its activations.
+
+    A gradient that waits for clipping waits where the state lives, on the host for the disk's.
+    """
+
+    weights: Tier
+    state: Tier
+    activations: Activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The simulated step."""
+
+    step_s: float
+    tokens_per_s: float
+    tflops: float
+    busy_s: dict[str, float]  # by lane
+    binding_lane: str
+    hiding_tokens: int | None  # tokens a step from which compute binds; None: never does
+    timeline: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that the engine needs to know before it allocates a byte."""
+
+    model: str
+    machine: str
+    job: Job
+    blocks: tuple[BlockPlan, ...]
+    edge_state: Tier  # edges' weights are always on the device
+    micro_batch: int
+    num_slots: int
+    num_visits: int  # chunks with buffers on the device: lodged first, two to help the host
+    peak_bytes: dict[str, dict[str, int]] = field(default_factory=dict)  # tier, purpose
+    prediction: Prediction
+
+    def tier_bytes(self, tier: str) -> int:
+        return sum(self.peak_bytes.get(tier, {}).values())

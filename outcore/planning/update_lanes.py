@@ -1,0 +1,215 @@
+"""Optimizer updates in a simulated step: who updates when, on host cores, device or through disk.
+
+With clipping every update waits for the end of the backward and runs in the order in which the
+next forward needs it. Without, gradients pass through a ring of host buffers straight into
+updates; of those that have arrived, the one that the forward needs first goes first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outcore.optim.gradient_sinks import RING_BUFFERS
+from outcore.planning.cost import Costs
+from outcore.planning.lanes import DISK_READ, DISK_WRITE, HOST, TO_DEVICE, TO_HOST, LaneClock
+from outcore.planning.placement import STAGING_PIECES, Placement, Units
+
+MIN_BACKLOG = 8  # chunks that wait before the visitor helps the host
+MAX_DISK_PIECES = 6  # of one unit on its way through the disk
+
+
+@dataclass(kw_only=True)
+class _Pending:
+    """A gradient that has left the device and waits for its update."""
+
+    unit: int
+    numel: float
+    ready_s: float
+
+
+class UpdateLanes:
+    """Plays updates, and knows when each unit's new weights are where the forward takes them."""
+
+    def __init__(
+        self, clock: LaneClock, costs: Costs, units: Units, placement: Placement, *, clips: bool
+    ) -> None:
+        self._clock = clock
+        self._costs = costs
+        self._clips = clips
+        self._helps = placement.num_helping > 0 and not costs.machine.is_unified
+        lodging = units.lodging(placement)
+        self.sizes = [unit.trainable_numel for unit in units.units]
+        self.lodged = [lodging.get(i, 0) for i in range(len(self.sizes))]
+        self.tiers = [units.state_tier(placement, i) for i in range(len(self.sizes))]
+        self.weights = [units.weights_tier(placement, i) for i in range(len(self.sizes))]
+        if costs.machine.is_unified:
+            self.tiers = ["device" if tier == "host" else tier for tier in self.tiers]
+        self.uses_disk = "disk" in self.tiers
+        self.ready = [0.0] * len(self.sizes)  # new weights of each unit
+        self.awaited = [HOST] * len(self.sizes)  # the lane that made them late
+        self._chunk = units.max_chunk
+        # Pieces of a third of a block are fine enough, also where the ring holds less than a block.
+        self._ring_room = float(max(RING_BUFFERS * units.max_chunk, *self.sizes))
+        self._piece = self._ring_room / 3
+        self.held_up_by = TO_HOST  # the lane for which gradients wait on the device
+        self._last_updater = HOST
+        self._pending: list[_Pending] = []
+        self._arrived: dict[int, float] = {}  # gradients that wait for clipping
+        self._next = len(self.sizes)  # unit whose waiting update is played next
+        self._begun = 0.0
+        self._staged: list[float] = []  # when each piece that went through staging was written
+
+    # --- gradients leave the device -----------------------------------------------------------
+
+    def deliver(self, unit: int, at: float) -> float:
+        """Take a unit's gradient, complete at ``at``; return when its buffer may be reused."""
+        self.held_up_by = TO_HOST
+        numel = self.sizes[unit]
+        if not numel:
+            return at
+        if self.tiers[unit] == "device":
+            return self._clips_or_updates(unit, at)
+        if self._clips:
+            end = self._leave(unit, numel, at)
+            self._arrived[unit] = end
+            return end
+        left, end = float(numel - self.lodged[unit]), at
+        if self.lodged[unit]:
+            self.ready[unit] = self._on_device(unit, self.lodged[unit], at)
+        while left > 0:
+            size = min(self._piece, left)
+            end = self._leave(unit, size, max(at, self._room_for(size)))
+            self._ring_room -= size
+            self._pending.append(
+                _Pending(unit=unit, numel=size, ready_s=self._state_in(unit, size, end))
+            )
+            left -= size
+        return end
+
+    def _leave(self, unit: int, numel: float, after: float) -> float:
+        duration = self._costs.to_host_s(numel * self._costs.bytes.gradient, both_ways=True)
+        return self._clock.run(TO_HOST, duration, after, f"gradient {unit}")
+
+    def _clips_or_updates(self, unit: int, at: float) -> float:
+        if self._clips:
+            self._arrived[unit] = at
+        else:
+            self.ready[unit] = self._on_device(unit, self.sizes[unit], at)
+        return at
+
+    # --- updates during the backward ----------------------------------------------------------
+
+    def _room_for(self, numel: float) -> float:
+        """Run updates until the ring holds ``numel`` more; return when it does."""
+        freed = 0.0
+        while self._ring_room < numel and self._pending:
+            freed = self._run_pending()
+        if freed > self._clock.free[TO_HOST]:
+            self.held_up_by = self._last_updater
+        return freed
+
+    def _run_pending(self) -> float:
+        """Play the update that the host takes next; return its end."""
+        now = max(self._clock.free[HOST], min(p.ready_s for p in self._pending))
+        ready = [p for p in self._pending if p.ready_s <= now]
+        chosen = min(ready, key=lambda p: p.unit)
+        self._pending.remove(chosen)
+        backlog = sum(p.numel for p in ready)
+        helped = self._helps and backlog >= MIN_BACKLOG * self._chunk
+        end = self._on_host(chosen.unit, chosen.numel, chosen.ready_s, helped=helped)
+        self._ring_room += chosen.numel
+        self._last_updater = self.awaited[chosen.unit]
+        self.ready[chosen.unit] = max(self.ready[chosen.unit], end)
+        return end
+
+    def end_backward(self, at: float) -> None:
+        """Say that all gradients of this step exist."""
+        while self._pending:
+            self._run_pending()
+        self._begun = at
+        self._next = 0
+        if not self._clips:
+            self._next = len(self.sizes)
+
+    # --- updates that waited for clipping -----------------------------------------------------
+
+    def update_until(self, unit: int) -> None:
+        """Play waiting updates in forward order, up to and including ``unit``."""
+        while self._next <= min(unit, len(self.sizes) - 1):
+            self._update_waiting(self._next)
+            self._next += 1
+
+    def _update_waiting(self, unit: int) -> None:
+        numel, arrived = self.sizes[unit], self._arrived.get(unit)
+        if not numel or arrived is None:
+            return
+        at = max(arrived, self._begun)
+        if self.tiers[unit] == "device":
+            self.ready[unit] = self._on_device(unit, numel, self._begun)
+            return
+        if self.lodged[unit]:
+            self.ready[unit] = self._on_device(unit, self.lodged[unit], self._begun)
+        left = float(numel - self.lodged[unit])
+        piece = left
+        if self.tiers[unit] == "disk":
+            piece = max(float(self._chunk), left / MAX_DISK_PIECES)
+        while left > 0:
+            size = min(piece, left)
+            ready = self._state_in(unit, size, at)
+            end = self._on_host(unit, size, ready, helped=self._helps)
+            self.ready[unit] = max(self.ready[unit], end)
+            left -= size
+
+    # --- one update ---------------------------------------------------------------------------
+
+    def _state_in(self, unit: int, numel: float, arrived: float) -> float:
+        """Read state from disk, where it lives there; return when the update may start."""
+        if self.tiers[unit] != "disk":
+            return arrived
+        free = self._staged[-STAGING_PIECES] if len(self._staged) >= STAGING_PIECES else 0.0
+        after = max(free, self._begun)
+        read = self._costs.disk_read_s(numel * self._disk_bytes(unit))
+        return max(arrived, self._clock.run(DISK_READ, read, after, f"state {unit}"))
+
+    def _disk_bytes(self, unit: int) -> float:
+        sizes = self._costs.bytes
+        return sizes.state + (0 if self.weights[unit] == "host" else sizes.weight)
+
+    def _on_host(self, unit: int, numel: float, after: float, *, helped: bool) -> float:
+        costs, clock = self._costs, self._clock
+        on_disk = self.tiers[unit] == "disk"
+        helped = helped and not on_disk
+        duration = costs.update_on_host_s(numel, helped=helped)
+        if helped:  # the visitor's share crosses the link, beside what is fetched
+            share = numel * (1 - 1 / costs.help)
+            clock.busy[TO_DEVICE] += costs.to_device_s(
+                share * (costs.bytes.moved + costs.bytes.gradient)
+            )
+            clock.busy[TO_HOST] += costs.to_host_s(share * costs.bytes.moved)
+        end = clock.run(HOST, duration, after, f"update {unit}")
+        self.awaited[unit] = HOST
+        if on_disk:
+            written = clock.run(
+                DISK_WRITE, costs.disk_write_s(numel * self._disk_bytes(unit)), end, f"state {unit}"
+            )
+            self._staged.append(written)
+            del self._staged[:-STAGING_PIECES]
+            self.awaited[unit] = max(DISK_READ, DISK_WRITE, key=lambda lane: clock.free[lane])
+            if self.weights[unit] == "disk":
+                end = written
+        if self.weights[unit] == "device":
+            refresh = costs.to_device_s(numel * costs.bytes.weight)
+            clock.busy[TO_DEVICE] += refresh  # on a stream of its own: holds up no fetch
+            end += refresh
+        return end
+
+    def _on_device(self, unit: int, numel: float, after: float) -> float:
+        costs, clock = self._costs, self._clock
+        duration = costs.update_on_device_s(numel)
+        home = 0.0
+        if self.weights[unit] == "host" and not self.lodged[unit]:  # the weight comes and goes
+            duration += costs.to_device_s(numel * costs.bytes.weight)
+        if self.weights[unit] == "host":
+            home = costs.to_host_s(numel * costs.bytes.weight)
+        end = clock.compute(duration, after, HOST, f"update {unit}")
+        return clock.run(TO_HOST, home, end, f"weight {unit}") if home else end

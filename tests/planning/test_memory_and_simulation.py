@@ -1,0 +1,164 @@
+"""Bytes and steps of placements: the counts against each other, the lanes against their rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import H200, jobs, machines, specs, tiny_spec
+
+from outcore.machine.machine import Machine
+from outcore.model_spec import ModelSpec, model_spec
+from outcore.planning.choice_table import ChoiceTable
+from outcore.planning.choices import TIERS, Choice, Choices
+from outcore.planning.memory import budgets_of, totals
+from outcore.planning.micro_batch import pick_micro_batch
+from outcore.planning.plan import LANES, Budgets, Job, Plan
+from outcore.planning.search import fitting_choices, plan_of
+from outcore.planning.state_bytes import StateBytes
+
+JOB = Job(tokens=32_768, seq_len=2048)
+
+
+def plan_for(choice: Choice, job: Job = JOB, machine: Machine = H200) -> Plan:
+    spec = model_spec("qwen2.5-3b")
+    return plan_of(spec, machine, job, choice.placement(len(spec.blocks), 4))
+
+
+@settings(max_examples=40, deadline=None)
+@given(specs(), machines(), jobs(), st.data())
+def test_quick_counts_are_the_full_counts(
+    spec: ModelSpec, machine: Machine, job: Job, data: st.DataObject
+) -> None:
+    table = ChoiceTable(spec, machine, job, pick_micro_batch(job.sequences, job.seq_len))
+    fitting = fitting_choices(table, budgets_of(machine, job.budgets))
+    if not len(fitting):
+        return
+    choice = fitting[data.draw(st.integers(0, len(fitting) - 1))]
+    quick = table.bytes_of(Choices.of([choice]))
+    placement = choice.placement(table.num_blocks, table.micro_batch)
+    full = totals(table.memory.tiers(placement))
+    for index, tier in enumerate(TIERS):
+        assert quick[index][0] == pytest.approx(full[tier], rel=1e-6, abs=100)
+
+
+@settings(max_examples=40, deadline=None)
+@given(specs(), machines(), jobs(), st.data())
+def test_the_lower_bound_is_not_above_the_simulation(
+    spec: ModelSpec, machine: Machine, job: Job, data: st.DataObject
+) -> None:
+    table = ChoiceTable(spec, machine, job, pick_micro_batch(job.sequences, job.seq_len))
+    fitting = fitting_choices(table, budgets_of(machine, job.budgets))
+    if not len(fitting):
+        return
+    choice = fitting[data.draw(st.integers(0, len(fitting) - 1))]
+    least = table.least_s(Choices.of([choice]))[0]
+    assert least <= table.simulate(choice).step_s * 1.02
+
+
+def test_a_lane_does_one_thing_at_a_time() -> None:
+    for clips in (True, False):
+        plan = plan_for(Choice(num_visits=3, last_kept=4), replace(JOB, clips=clips))
+        for lane in LANES:
+            spans = [s for s in plan.prediction.timeline if s.lane == lane]
+            for earlier, later in pairwise(spans):
+                assert earlier.end_s <= later.start_s + 1e-9
+        assert {s.lane for s in plan.prediction.timeline} == set(LANES[:4])
+        assert max(s.end_s for s in plan.prediction.timeline) <= plan.prediction.step_s + 1e-9
+
+
+def test_updates_that_wait_for_clipping_cost_time() -> None:
+    waiting, passing = (
+        plan_for(Choice(), replace(JOB, clips=clips)).prediction for clips in (True, False)
+    )
+    assert waiting.step_s > passing.step_s
+    assert waiting.binding_lane == "host cores"
+    assert waiting.busy_s["host cores"] == pytest.approx(passing.busy_s["host cores"], rel=0.2)
+
+
+def test_one_slot_hides_no_fetch() -> None:
+    one, two = (plan_for(Choice(num_slots=n)).prediction for n in (1, 2))
+    assert one.step_s > two.step_s
+
+
+def test_each_block_is_fetched_once_a_pass() -> None:
+    spec = model_spec("qwen2.5-3b")
+    fetches = [
+        s.name
+        for s in plan_for(Choice()).prediction.timeline
+        if s.lane == "to device" and s.name.startswith("weights")
+    ]
+    # The last three are still in their slots when the backward begins.
+    assert len(fetches) == 2 * len(spec.blocks) - 3
+
+
+def test_resident_weights_are_not_fetched() -> None:
+    plan = plan_for(Choice(first_device_weights=36, first_device_state=36, edge_state=0))
+    assert plan.prediction.busy_s["to device"] == 0
+    assert plan.prediction.busy_s["host cores"] == 0
+    assert plan.tier_bytes("host") == 0
+
+
+def test_state_on_disk_moves_at_the_disks_pace() -> None:
+    spec = model_spec("qwen2.5-3b")
+    all_disk = Choice(last_disk_state=36)
+    plan = plan_for(all_disk)
+    written = sum(b.trainable_numel for b in spec.blocks) * 10
+    assert plan.peak_bytes["disk"]["optimizer state"] == written
+    assert plan.prediction.busy_s["disk write"] == pytest.approx(written / 2.0e9, rel=0.02)
+    assert plan.prediction.step_s >= plan.prediction.busy_s["disk write"]
+    assert plan.prediction.binding_lane in ("disk read", "disk write")
+    assert 0 < plan.peak_bytes["host"]["staging"] < 2e9
+
+
+def test_offloaded_inputs_leave_the_device() -> None:
+    here, there = plan_for(Choice()), plan_for(Choice(offloads_inputs=1))
+    saved = here.tier_bytes("device") - there.tier_bytes("device")
+    assert saved == 33 * 32_768 * 2048 * 2  # of 36, three are on the device at a time
+    assert there.peak_bytes["host"]["block inputs"] == 36 * 32_768 * 2048 * 2
+
+
+@pytest.mark.parametrize(
+    ("state_format", "traffic"), [("fp32", 26), ("compact", 12.125), ("minimal", 10.125)]
+)
+def test_traffic_of_an_update(state_format: str, traffic: float) -> None:
+    job = Job(tokens=1, seq_len=1, state_format=state_format)  # type: ignore[arg-type]
+    assert StateBytes.of(job).update_traffic == traffic
+
+
+def test_fp32_has_no_remainder() -> None:
+    sizes = StateBytes.of(Job(tokens=1, seq_len=1, dtype="fp32"))
+    assert (sizes.weight, sizes.state, sizes.gradient) == (4, 8, 4)
+
+
+def test_budgets_leave_room_for_fragments_and_the_process() -> None:
+    given_ = budgets_of(H200, Budgets(device_bytes=1000, host_bytes=500, disk_bytes=20))
+    assert given_ == {"device": 970, "host": 500, "disk": 20}
+    free = budgets_of(H200, Budgets())
+    assert free["device"] < H200.device_memory_bytes
+    assert free["host"] < H200.host_memory_bytes
+    assert budgets_of(replace(H200, disk_read_bytes_s=0.0), Budgets())["disk"] == 0
+
+
+def test_a_machine_without_a_disk_gets_nothing_there() -> None:
+    machine = replace(H200, disk_bytes=0)
+    table = ChoiceTable(tiny_spec(), machine, JOB, 4)
+    fitting = fitting_choices(table, budgets_of(machine, JOB.budgets))
+    assert not fitting.last_disk_state.any()
+    assert not fitting.last_disk_weights.any()
+
+
+def test_the_engines_constants_are_the_plans() -> None:
+    """What lies above the plan cannot be imported by it."""
+    from outcore.engine import chunked_loss, offloaded
+    from outcore.optim import visitor
+    from outcore.planning import memory, update_lanes
+
+    assert chunked_loss.CHUNK_LOGITS == memory.CHUNK_LOGITS
+    assert offloaded._SLACK == memory.DEVICE_SLACK
+    assert visitor._MIN_BACKLOG == update_lanes.MIN_BACKLOG
+    for rows, vocabulary in [(1, 97), (1000, 152_064), (32_768, 152_064), (65_536, 32_000)]:
+        assert chunked_loss._rows(rows, vocabulary) == memory._chunk_rows(rows, vocabulary)

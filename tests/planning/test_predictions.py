@@ -1,0 +1,110 @@
+"""Predictions against what was measured on the H200 box (benchmarks/results)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machines import H200
+
+from outcore.model_spec import ModelSpec, model_spec
+from outcore.planning.memory import PROCESS_BYTES
+from outcore.planning.placement import Placement
+from outcore.planning.plan import BlockPlan, Job, Plan
+from outcore.planning.search import plan_of
+from outcore.shapes import shape_config
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+SEQ_LEN = 2048
+FILES = ("2026-11-15-h200-qwen2.5-7b.json", "2026-11-15-h200-qwen2.5-3b-peers.json")
+ROWS = [
+    pytest.param(row, id=f"{row['shape']}, {row['setting']}")
+    for file in FILES
+    for row in json.loads((RESULTS / file).read_text())["rows"]
+    if row["name"] == "outcore"
+]
+
+
+def spec_of(row: dict[str, Any]) -> ModelSpec:
+    return model_spec(shape_config(row["shape"], tie_word_embeddings=False))
+
+
+def measured_placement(row: dict[str, Any], num_blocks: int) -> Placement:
+    """Everything on the host, as the engine ran it: what it kept and lodged is in the row."""
+    first_kept = num_blocks - row["notes"]["blocks_kept"]
+    return Placement(
+        blocks=tuple(
+            BlockPlan(
+                weights="host",
+                state="host",
+                activations="keep" if i >= first_kept else "recompute",
+            )
+            for i in range(num_blocks)
+        ),
+        edge_state="host",
+        micro_batch=4,
+        num_slots=3,
+        num_visits=row["notes"]["state_visits"],
+    )
+
+
+def predicted(row: dict[str, Any]) -> Plan:
+    spec = spec_of(row)
+    tokens = round(row["tokens_per_s"] * row["step_s"])
+    job = Job(tokens=tokens, seq_len=SEQ_LEN, clips=row["notes"]["clipping"])
+    return plan_of(spec, H200, job, measured_placement(row, len(spec.blocks)))
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_step_time_is_within_10_percent(row: dict[str, Any]) -> None:
+    plan = predicted(row)
+    assert plan.prediction.step_s == pytest.approx(row["step_s"], rel=0.10)
+    assert plan.prediction.tflops == pytest.approx(row["tflops"], rel=0.10)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_peak_bytes_of_each_tier_are_within_5_percent(row: dict[str, Any]) -> None:
+    plan, notes = predicted(row), row["notes"]
+    assert plan.tier_bytes("device") == pytest.approx(row["device_peak_bytes"], rel=0.05)
+    assert plan.tier_bytes("host") == pytest.approx(notes["host_arena_bytes"], rel=0.001)
+    resident = plan.tier_bytes("host") + PROCESS_BYTES
+    assert resident == pytest.approx(row["host_rss_bytes"], rel=0.05)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_purposes_are_those_of_the_books(row: dict[str, Any]) -> None:
+    """To the byte, except for activations: the books peak in the first step, which recomputes."""
+    plan, notes = predicted(row), row["notes"]
+    assert plan.peak_bytes["host"] == notes["host_purposes_bytes"]
+    activations = {"block inputs", "kept activations"}
+    planned = {p: b for p, b in plan.peak_bytes["device"].items() if p not in activations}
+    booked = {p: b for p, b in notes["device_purposes_bytes"].items() if p not in activations}
+    planned.pop("working memory")
+    assert planned == booked
+    if not notes["blocks_kept"]:
+        inputs = notes["device_purposes_bytes"]["block inputs"]
+        assert plan.peak_bytes["device"]["block inputs"] == inputs
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.values[0]["notes"]["blocks_kept"]])
+def test_kept_activations_are_those_that_autograd_saved(row: dict[str, Any]) -> None:
+    """The books count the block's input and what was saved, not the micro-batches' outputs."""
+    block, notes = spec_of(row).blocks[0], row["notes"]
+    each = block.kept_bytes_per_token("bf16") + block.input_bytes_per_token("bf16")
+    kept = notes["blocks_kept"] * 16 * SEQ_LEN * each
+    # Beside it, 16 bytes a micro-batch: the seeds of attention.
+    booked = notes["device_purposes_bytes"]["kept activations"]
+    assert kept == pytest.approx(booked, rel=1e-6)
+
+
+def test_the_prototypes_32b_block_shape() -> None:
+    """12 blocks of the 32B shape, everything streamed, no clipping: 440 TFLOPS measured."""
+    spec = model_spec(shape_config("qwen2.5-32b", num_hidden_layers=12))
+    block = BlockPlan(weights="host", state="host", activations="recompute")
+    placement = Placement(
+        blocks=(block,) * 12, edge_state="host", micro_batch=4, num_slots=3, num_visits=0
+    )
+    plan = plan_of(spec, H200, Job(tokens=32_768, seq_len=2048, clips=False), placement)
+    assert plan.prediction.tflops == pytest.approx(440, rel=0.10)

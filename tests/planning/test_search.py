@@ -1,0 +1,164 @@
+"""Properties of plans over random machines, models and jobs."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from machines import GIB, H200, jobs, machines, specs, tiny_spec
+
+from outcore.errors import DoesNotFit, OutOfBudget
+from outcore.machine.machine import Machine
+from outcore.model_spec import ModelSpec, model_spec
+from outcore.planning.memory import budgets_of
+from outcore.planning.plan import Budgets, Job, Plan
+from outcore.planning.plan_json import plan_from_dict, plan_to_dict
+from outcore.planning.search import make_plan, simple_plans
+
+# Plans whose predicted times differ by less are the same: a plainer one is preferred to a faster.
+EQUAL = 1.01
+
+
+def plan_or_refusal(spec: ModelSpec, machine: Machine, job: Job) -> Plan | DoesNotFit:
+    try:
+        return make_plan(spec, machine, job)
+    except DoesNotFit as refusal:
+        return refusal
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs(), machines(), jobs())
+def test_a_plan_keeps_its_budgets_and_beats_simple_policies(
+    spec: ModelSpec, machine: Machine, job: Job
+) -> None:
+    plan = plan_or_refusal(spec, machine, job)
+    if isinstance(plan, DoesNotFit):
+        assert not simple_plans(spec, machine, job)
+        return
+    limits = budgets_of(machine, job.budgets)
+    for tier, limit in limits.items():
+        assert plan.tier_bytes(tier) <= limit
+    for name, simple in simple_plans(spec, machine, job).items():
+        assert plan.prediction.step_s <= simple.prediction.step_s, name
+    assert plan.job == job
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    specs(),
+    machines(),
+    jobs(),
+    st.sampled_from(["device_memory_bytes", "host_memory_bytes", "disk_bytes"]),
+    st.floats(1.05, 4),
+)
+def test_more_budget_is_never_slower(
+    spec: ModelSpec, machine: Machine, job: Job, memory: str, factor: float
+) -> None:
+    plan = plan_or_refusal(spec, machine, job)
+    if isinstance(plan, DoesNotFit):
+        return
+    larger = replace(machine, **{memory: int(getattr(machine, memory) * factor)})
+    more = make_plan(spec, larger, job)
+    assert more.prediction.step_s <= plan.prediction.step_s * EQUAL
+
+
+@settings(max_examples=40, deadline=None)
+@given(specs(), machines(), jobs(), st.floats(0.002, 0.2), st.floats(0.002, 0.2))
+def test_a_refusal_names_changes_that_fit(
+    spec: ModelSpec, machine: Machine, job: Job, device_share: float, host_share: float
+) -> None:
+    small = Budgets(
+        device_bytes=int(machine.device_memory_bytes * device_share),
+        host_bytes=int(machine.host_memory_bytes * host_share),
+        disk_bytes=0,
+    )
+    refusal = plan_or_refusal(spec, machine, replace(job, budgets=small))
+    if not isinstance(refusal, DoesNotFit):
+        return
+    assert refusal.missing_bytes
+    assert all(num_bytes > 0 for num_bytes in refusal.missing_bytes.values())
+    assert refusal.changes
+    for change in refusal.changes:
+        assert change.what in str(refusal)
+        make_plan(spec, machine, change.job)
+
+
+@settings(max_examples=25, deadline=None)
+@given(specs(), machines(), jobs())
+def test_least_memory_is_less_and_hardly_slower(
+    spec: ModelSpec, machine: Machine, job: Job
+) -> None:
+    fast = plan_or_refusal(spec, machine, job)
+    if isinstance(fast, DoesNotFit):
+        return
+    lean = make_plan(spec, machine, replace(job, objective="memory"))
+    assert lean.tier_bytes("device") <= fast.tier_bytes("device")
+    assert lean.prediction.step_s <= 1.1 * fast.prediction.step_s * (1 + 1e-9)
+
+
+def test_405b_with_every_choice_open_is_planned_in_5_s() -> None:
+    spec = model_spec("llama-3.1-405b")
+    machine = replace(H200, host_memory_bytes=3 << 40, disk_bytes=16 << 40)
+    for clips in (True, False):
+        start = time.perf_counter()
+        plan = make_plan(spec, machine, Job(tokens=131_072, seq_len=2048, clips=clips))
+        assert time.perf_counter() - start < 5
+        assert {block.state for block in plan.blocks} >= {"host", "disk"}
+
+
+def test_a_specification_of_the_largest_models_takes_seconds_at_most() -> None:
+    start = time.perf_counter()
+    assert len(model_spec("llama-3.1-405b").blocks) == 126
+    assert len(model_spec("deepseek-v3").blocks) == 61
+    assert time.perf_counter() - start < 4
+
+
+def test_a_refusal_is_an_error_of_the_budget_and_says_what_is_missing() -> None:
+    job = Job(tokens=32_768, seq_len=2048, budgets=Budgets(disk_bytes=0))
+    with pytest.raises(OutOfBudget, match=r"missing.*would fit with.*state_format='compact'"):
+        make_plan(model_spec("qwen2.5-32b"), H200, job)
+
+
+def test_a_refusal_suggests_the_disk_where_it_was_left_out() -> None:
+    budgets = Budgets(disk_bytes=0, host_bytes=20 * GIB, device_bytes=12 * GIB)
+    job = Job(tokens=32_768, seq_len=2048, budgets=budgets)
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(model_spec("qwen2.5-3b"), H200, job)
+    assert caught.value.changes[0].what.startswith("the disk")
+
+
+def test_a_unified_machine_copies_nothing() -> None:
+    plan = make_plan(tiny_spec(), replace(H200, is_unified=True), Job(tokens=8192, seq_len=1024))
+    assert {block.weights for block in plan.blocks} == {"device"}
+    assert plan.prediction.busy_s["to device"] == plan.prediction.busy_s["to host"] == 0
+    assert plan.tier_bytes("host") == 0
+
+
+def test_a_step_without_a_whole_sequence_is_refused() -> None:
+    with pytest.raises(ValueError, match="no whole sequence"):
+        make_plan(tiny_spec(), H200, Job(tokens=1000, seq_len=2048))
+
+
+def test_more_tokens_hide_the_link() -> None:
+    """Below the tokens that the plan names, compute waits; from there on it does not."""
+    spec = model_spec("qwen2.5-7b")
+    job = Job(tokens=4096, seq_len=1024, budgets=Budgets(device_bytes=20 * GIB))
+    plan = make_plan(spec, H200, job)
+    assert plan.prediction.binding_lane != "compute"
+    assert plan.prediction.hiding_tokens is not None
+    assert 4096 < plan.prediction.hiding_tokens < 100_000
+
+
+def test_types_and_formats_are_those_of_the_job() -> None:
+    for state_format in ("fp32", "compact", "minimal"):
+        job = Job(tokens=8192, seq_len=1024, state_format=state_format)
+        assert make_plan(tiny_spec(), H200, job).job.state_format == state_format
+
+
+def test_a_plan_survives_json() -> None:
+    plan = make_plan(tiny_spec(), H200, Job(tokens=8192, seq_len=1024))
+    assert plan_from_dict(json.loads(json.dumps(plan_to_dict(plan)))) == plan
