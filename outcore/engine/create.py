@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from outcore.blocks import Part
 from outcore.engine.checkpoint_files import CheckpointFiles
-from outcore.engine.offload import engine_of, offload, offload_from, resolve_options
+from outcore.engine.offload import offload, offload_from, resolve_options
 from outcore.engine.options import OffloadOptions
 from outcore.errors import UnsupportedModel
 
@@ -26,12 +26,11 @@ def from_config(config: Any, *, auto_class: Any = None, **options: Any) -> Any:
     Weights are drawn by the model's own initialisation, on the compute device, from torch's
     generator there: seed it with ``torch.manual_seed``.
     """
-    checked = resolve_options(**options)
+    checked, plan = resolve_options(config, **options)
     model = _on_meta(config, auto_class)
-    model = offload_from(model, checked, source=_Initialised(model, checked))
+    model = offload_from(model, checked, source=_Initialised(model, checked), plan=plan)
     _fill_meta_buffers(model, checked.device)
     _initialise_containers(model)
-    engine_of(model).plan = options.get("plan")
     return model
 
 
@@ -48,7 +47,7 @@ def load(directory: str | Path, *, auto_class: Any = None, **options: Any) -> An
             f"{path} is no Hugging Face model directory: it has no config.json. For a model on the "
             "Hub pass huggingface_hub.snapshot_download(name)."
         )
-    checked = resolve_options(**options)
+    checked, plan = resolve_options(path, **options)
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     quantization = getattr(config, "quantization_config", None)
     if quantization:
@@ -63,13 +62,12 @@ def load(directory: str | Path, *, auto_class: Any = None, **options: Any) -> An
         auto = auto_class or _auto_class(config)
         whole = auto.from_pretrained(path, dtype="auto", use_safetensors=True)
         return offload(whole, **options)
-    model = offload_from(model, checked, source=files)
+    model = offload_from(model, checked, source=files, plan=plan)
     _fill_meta_buffers(model, checked.device)
     files.load_buffers(model)
     if (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     model.eval()
-    engine_of(model).plan = options.get("plan")
     return model
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from outcore.engine.disk_tier import DiskTier
 from outcore.engine.model_patches import patch_model, unpatch_model
 from outcore.engine.offloaded import Engine
-from outcore.engine.options import Choice, OffloadOptions, check_options, planned
+from outcore.engine.options import Choice, OffloadOptions, check_options, plan_here, planned
 from outcore.engine.placement import (
     Source,
     build_units,
@@ -41,6 +41,8 @@ def offload(
     model: Model,
     *,
     plan: Plan | None = None,
+    tokens: int | None = None,
+    seq_len: int | None = None,
     device: str | torch.device | None = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
@@ -59,6 +61,9 @@ def offload(
     """Give the model's weights, gradients and optimizer state homes off the device, in place.
 
     plan: what outcore.plan made; it decides homes, activations, micro-batch, slots and visits.
+    tokens, seq_len: of a step; with both, a plan for this machine is made here, with clipping.
+        Without them nothing is known to plan for: weights and state go to the host, and
+        activations and lodged state adapt to what the first steps leave free.
     device: where the model computes; "cpu" is a device like any other. Default: a GPU if any.
     device_memory, host_memory: budgets such as "24GiB"; what exceeds them is refused.
     disk: a directory for scratch files, with a size if wanted: "/mnt/nvme:500GiB".
@@ -79,8 +84,16 @@ def offload(
 
     Returns the same model. Edges (embedding, final norm, head) stay on the device.
     """
-    options = resolve_options(
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"offload takes a model, not {model!r}: load one with from_pretrained, or use "
+            "outcore.load(directory)"
+        )
+    options, plan = resolve_options(
+        model,
         plan=plan,
+        tokens=tokens,
+        seq_len=seq_len,
         device=device,
         device_memory=device_memory,
         host_memory=host_memory,
@@ -96,34 +109,46 @@ def offload(
         num_visits=num_visits,
         compile=compile,
     )
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"offload takes a model, not {model!r}: load one with from_pretrained, or use "
-            "outcore.load(directory)"
-        )
     meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
         raise ValueError(
             f"{meta[0]} and {len(meta) - 1} more parameters are on the meta device and have no "
             "values: use outcore.load(directory) or outcore.from_config(config)"
         )
-    offloaded = offload_from(model, options, source=None)
-    engine_of(offloaded).plan = plan
-    return offloaded
+    return offload_from(model, options, source=None, plan=plan)
 
 
-def resolve_options(*, plan: Plan | None = None, **given: Any) -> OffloadOptions:
-    """Check the arguments of ``offload``, of which some may be missing, and a plan's."""
+def resolve_options(
+    subject: Any,
+    *,
+    plan: Plan | None = None,
+    tokens: int | None = None,
+    seq_len: int | None = None,
+    **given: Any,
+) -> tuple[OffloadOptions, Plan | None]:
+    """Check the arguments of ``offload``, of which some may be missing, and a plan's.
+
+    ``subject``: a model, config or directory, to make a plan for if none is given.
+    """
     defaults = {**(offload.__kwdefaults__ or {})}
-    defaults.pop("plan")
+    for name in ("plan", "tokens", "seq_len"):
+        defaults.pop(name)
     unknown = set(given) - set(defaults)
     if unknown:
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
     options = {**defaults, **given}
-    return check_options(**options if plan is None else planned(plan, options, defaults))
+    if (tokens is None) != (seq_len is None):
+        raise ValueError("tokens and seq_len belong together: a plan needs both")
+    if tokens is not None and seq_len is not None:
+        if plan is not None:
+            raise ValueError("give a plan, or tokens and seq_len to make one, not both")
+        plan = plan_here(subject, options, tokens=tokens, seq_len=seq_len)
+    return check_options(**options if plan is None else planned(plan, options, defaults)), plan
 
 
-def offload_from(model: Model, options: OffloadOptions, *, source: Source | None) -> Model:
+def offload_from(
+    model: Model, options: OffloadOptions, *, source: Source | None, plan: Plan | None
+) -> Model:
     """Offload ``model``; ``source`` gives the values of parameters that are on meta."""
     if any(hasattr(parameter, "_outcore") for parameter in model.parameters()):
         raise OutcoreError(
@@ -171,6 +196,7 @@ def offload_from(model: Model, options: OffloadOptions, *, source: Source | None
         slots=slots,
         copy_in=copy_in,
         disk=disk,
+        plan=plan,
     )
     patch_model(model, engine, head)
     return model

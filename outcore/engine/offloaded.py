@@ -39,6 +39,7 @@ class Engine:
         slots: Slots,
         copy_in: Lane,
         disk: DiskTier | None,
+        plan: Plan | None,
     ) -> None:
         self.units = units
         self.options = options
@@ -46,7 +47,7 @@ class Engine:
         self.device_ledger = device_ledger
         self.slots = slots
         self.disk = disk
-        self.plan: Plan | None = None
+        self.plan = plan
         self._written: dict[int, int] = {}  # versions of the parameters, as last seen
         self.called_edges: set[int] = set()  # units that a module's call has waited for
         self.defers_logits = False

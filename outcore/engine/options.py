@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from outcore.machine import here
 from outcore.optim.state_format import StateFormat
 from outcore.optim.state_format import state_format as make_state_format
+from outcore.planning.make import plan as make_plan
 from outcore.planning.plan import Budgets, Plan
 from outcore.store.disk_budget import DiskBudget, parse_disk
 from outcore.units import parse_bytes
@@ -66,10 +68,33 @@ PLANNED = (
 """What a plan decides: given with one, an option must be left at its default."""
 
 
+def plan_here(subject: Any, options: dict[str, Any], *, tokens: int, seq_len: int) -> Plan:
+    """Return a plan for this machine, within the budgets of ``options``."""
+    device = _device(options["device"])
+    machine = here()
+    if device.type == "cpu":  # it copies like any other, though the memory is one
+        machine = replace(machine, is_unified=False)
+    dtype = options["dtype"] or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    return make_plan(
+        subject,
+        tokens=tokens,
+        seq_len=seq_len,
+        machine=machine,
+        device_memory=options["device_memory"],
+        host_memory=options["host_memory"],
+        disk=options["disk"],
+        dtype="bf16" if dtype == torch.bfloat16 else "fp32",
+        state_format=options["state_format"],
+        micro_batch=options["micro_batch"],
+    )
+
+
 def planned(plan: Plan, options: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``offload`` that carry out ``plan``, over ``options``."""
     for name in PLANNED:
-        if options[name] != defaults[name]:
+        is_plans = name == "micro_batch" and options[name] == plan.job.micro_batch
+        is_plans = is_plans or (name == "state_format" and options[name] == plan.job.state_format)
+        if options[name] != defaults[name] and not is_plans:
             raise ValueError(f"{name} is the plan's to decide: leave it out, or make another plan")
     budgets = plan.job.budgets
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[plan.job.dtype]

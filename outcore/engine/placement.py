@@ -15,12 +15,12 @@ from outcore.engine.options import OffloadOptions
 from outcore.errors import UnsupportedModel
 from outcore.kernels import split_master24, split_master_
 from outcore.optim.backend import MakeDisk
-from outcore.optim.disk_updater import num_staging_buffers
+from outcore.optim.disk_updater import num_weight_buffers
 from outcore.optim.updates import MAX_PIECE_ELEMENTS
 from outcore.store.host_arena import HostArena, aligned_bytes
 from outcore.store.ledger import Ledger
 from outcore.store.spans import SpanLayout
-from outcore.stream.disk_tensors import NUM_AHEAD, DiskShape
+from outcore.stream.disk_tensors import DiskShape
 from outcore.stream.unit import Unit
 
 
@@ -134,7 +134,7 @@ def place_units(
             )
             for u in on_disk
         ]
-        disk = make_disk("weights", shapes, 2 * NUM_AHEAD + num_staging_buffers(1))
+        disk = make_disk("weights", shapes, num_weight_buffers())
         for unit, tensor in zip(on_disk, disk.tensors, strict=True):
             unit.disk_weight, unit.host_weight = tensor, tensor.mapped
     replaced: Replaced = {}

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from outcore.errors import OutcoreError
 from outcore.optim.updates import MAX_PIECE_ELEMENTS, ChunkUpdate
+from outcore.stream import disk_tensors
 from outcore.stream.disk_tensors import DiskTensor
 from outcore.stream.lanes import Fence, Lane, injected_delay
 from outcore.stream.recording import recorded
@@ -26,6 +27,11 @@ NUM_AHEAD = 2  # chunks that are read ahead of the one that is updated
 def num_staging_buffers(num_tensors: int) -> int:
     """Return the buffers of a file with ``num_tensors`` a chunk: read ahead, updated, written."""
     return num_tensors * (NUM_AHEAD + 2)
+
+
+def num_weight_buffers() -> int:
+    """Return the buffers of the weights' file: for updates, and for copies to the device."""
+    return num_staging_buffers(1) + 2 * disk_tensors.NUM_AHEAD
 
 
 @dataclass(kw_only=True, eq=False)

@@ -25,7 +25,7 @@ from outcore.planning.state_bytes import StateBytes
 from outcore.planning.update_lanes import MAX_DISK_PIECES
 
 Values = NDArray[np.float64]
-_DEVICE, _HOST, _DISK = range(3)
+_DEVICE, _HOST = range(2)
 
 
 def _sums(values: Sequence[float]) -> Values:
@@ -103,7 +103,6 @@ class ChoiceTable:
             c.last_disk_weights,
             c.last_disk_state,
         )
-        chunk = self.memory.units.max_chunk
         with_gradient = sizes.state + (sizes.gradient if self._clips else 0)
         recomputing = n - c.last_kept
         offloads = c.offloads_inputs > 0
@@ -122,15 +121,19 @@ class ChoiceTable:
         disk += np.maximum(0.0, trained[w] - trained[np.maximum(n - ds, s)]) * copy
         device += np.where(c.edge_state == _DEVICE, self._edges * with_gradient, 0.0)
         host += np.where(c.edge_state == _HOST, self._edges * (sizes.state + copy), 0.0)
-        disk += np.where(c.edge_state == _DISK, self._edges * (sizes.state + copy), 0.0)
         leaving = trained[n] - trained[s] + np.where(c.edge_state == _DEVICE, 0.0, self._edges)
         if self._clips:
             host += leaving * sizes.gradient
         else:
-            host += (leaving > 0) * float(RING_BUFFERS * chunk * sizes.gradient)
-        stages = (ds > 0) | (c.edge_state == _DISK)
-        host += stages * float(STAGING_PIECES * chunk * sizes.moved)
-        host += 2 * self._largest_after[n - dw]
+            largest = np.where(
+                ds > 0,
+                self.memory.units.largest_chunk(with_disk=True),
+                self.memory.units.largest_chunk(with_disk=False),
+            )
+            host += (leaving > 0) * (RING_BUFFERS * largest * sizes.gradient)
+        units = self.memory.units
+        host += (ds > 0) * float(units.state_staging_bytes(sizes))
+        host += (dw > 0) * float(units.weight_staging_bytes(sizes))
         host += offloads * self._inputs[recomputing]
         if self.is_unified:
             return device + host, np.zeros(len(c)), disk
@@ -219,7 +222,7 @@ class ChoiceTable:
         helped = np.where((c.num_helping > 0) & (not self.is_unified), costs.help, 1.0)
         each = costs.update_on_host_s(1.0) / helped  # seconds a parameter
         if self.is_unified:
-            on_host = trained[n] - trained[n - ds] + np.where(c.edge_state == _DISK, self._edges, 0)
+            on_host = trained[n] - trained[n - ds]
             first_edges = np.zeros(len(c))
         else:
             on_host = trained[n] - trained[s] + edges_leave * self._edges - lodged
@@ -248,7 +251,6 @@ class ChoiceTable:
         if costs.machine.disk_read_bytes_s and costs.machine.disk_write_bytes_s:
             disk_weights = weights[n] - weights[n - dw]
             state = (trained[n] - trained[n - ds]) * sizes.state
-            state = state + np.where(c.edge_state == _DISK, self._edges * sizes.state, 0.0)
             read = state / costs.machine.disk_read_bytes_s
             lanes.append(read + 2 * disk_weights / costs.machine.disk_read_bytes_s)
             lanes.append(state / costs.machine.disk_write_bytes_s)

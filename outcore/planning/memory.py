@@ -13,7 +13,7 @@ from outcore.machine.machine import Machine
 from outcore.model_spec import BYTES_OF, ModelSpec
 from outcore.optim.gradient_sinks import RING_BUFFERS
 from outcore.planning.cost import input_bytes
-from outcore.planning.placement import STAGING_PIECES, Placement, Units
+from outcore.planning.placement import Placement, Units
 from outcore.planning.plan import Budgets, Job
 from outcore.planning.state_bytes import StateBytes
 
@@ -85,16 +85,16 @@ class MemoryModel:
 
     def _add_weights(self, placement: Placement, add: _Add) -> None:
         each = self._bytes.weight
-        largest_streamed = largest_on_disk = 0
+        largest_streamed, are_on_disk = 0, False
         for index, unit in enumerate(self.units.units):
             tier = self.units.weights_tier(placement, index)
             add(tier, "resident weights" if tier == "device" else "weights", unit.numel * each)
             if tier != "device":
                 largest_streamed = max(largest_streamed, unit.numel)
-            if tier == "disk":
-                largest_on_disk = max(largest_on_disk, unit.numel)
+            are_on_disk = are_on_disk or tier == "disk"
         add("device", "weight slots", placement.num_slots * largest_streamed * each)
-        add("host", "staging", 2 * largest_on_disk * each)
+        if are_on_disk:
+            add("host", "disk staging", self.units.weight_staging_bytes(self._bytes))
         whole = [b.trainable_numel for b in self._spec.blocks]
         whole += [e.trainable_numel for e in self._spec.edges if e.runs_as_block]
         add("device", "gradient buffers", max(whole, default=0) * (4 + 2 * self._bytes.gradient))
@@ -121,9 +121,10 @@ class MemoryModel:
                 passes_ring = True
             stages = stages or tier == "disk"
         if passes_ring:
-            add("host", "gradients", RING_BUFFERS * chunk * sizes.gradient)
+            largest = self.units.largest_chunk(with_disk=stages)
+            add("host", "gradients", RING_BUFFERS * largest * sizes.gradient)
         if stages:
-            add("host", "staging", STAGING_PIECES * chunk * sizes.moved)
+            add("host", "disk staging", self.units.state_staging_bytes(sizes))
         for index, numel in self.units.lodging(placement).items():
             is_resident = self.units.weights_tier(placement, index) == "device"
             lodged = sizes.state + (0 if is_resident else sizes.weight) + sizes.gradient

@@ -12,11 +12,14 @@ from functools import cached_property
 
 from outcore.model_spec import ModelSpec
 from outcore.optim.backend import MAX_CHUNK_ELEMENTS, NUM_HELPING
-from outcore.optim.updates import LAST_URGENT_UNIT
+from outcore.optim.disk_updater import num_staging_buffers, num_weight_buffers
+from outcore.optim.updates import LAST_URGENT_UNIT, MAX_PIECE_ELEMENTS
 from outcore.planning.plan import BlockPlan, Tier
+from outcore.planning.state_bytes import StateBytes
 from outcore.store.spans import ALIGN_ELEMENTS
+from outcore.stream.disk_tensors import piece_numel
 
-STAGING_PIECES = 4  # of disk state in host memory: coming, waiting, being updated, going
+STAGING_PIECES = num_staging_buffers(1)  # of disk state: coming, waiting, being updated, going
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +91,29 @@ class Units:
                 if chunks:
                     lodged[index] = sum(chunks)
         return lodged
+
+    @cached_property
+    def _largest_piece(self) -> int:
+        """Elements of a chunk on disk; only blocks go there."""
+        blocks = [unit for unit in self.units if unit.block is not None]
+        pieces = [
+            min(numel, piece_numel(numel, MAX_PIECE_ELEMENTS))
+            for numel in {unit.trainable_numel or unit.numel for unit in blocks}
+        ]
+        return max(pieces, default=0)
+
+    def largest_chunk(self, *, with_disk: bool) -> int:
+        """Return the elements of the largest chunk; on disk a small block is not cut as finely."""
+        return max(self.max_chunk, self._largest_piece) if with_disk else self.max_chunk
+
+    def state_staging_bytes(self, sizes: StateBytes) -> int:
+        """Return the host memory that state passes through on its way from and to disk."""
+        buffers = num_staging_buffers(sizes.num_tensors)
+        return buffers * self._largest_piece * sizes.largest_itemsize
+
+    def weight_staging_bytes(self, sizes: StateBytes) -> int:
+        """Return the same for weights."""
+        return num_weight_buffers() * self._largest_piece * sizes.weight
 
     def first_chunk(self, unit: int) -> int:
         return next(iter(_cut(self.units[unit].deliveries, self._limit())), 0)

@@ -140,12 +140,14 @@ def _grid(table: ChoiceTable, limits: Limits, slots: list[int]) -> Choices:
     choices = Choices.product(
         first_device_state=_spread(n, 32),
         first_device_weights=_spread(n, 4),
-        edge_state=[0, 1, 2] if limits["disk"] else [0, 1],
+        edge_state=[0, 1],  # never on disk: small, and their gradients come in parts
         offloads_inputs=[0, 1],
         num_slots=slots,
         num_visits=sorted({0, 3, *(3 + x for x in _spread(urgent - 1, 4))}),
     )
     with_state = choices.but(first_device_weights=choices.first_device_state)
+    # State on the device is updated there: with weights elsewhere these would come and go.
+    choices = choices.where(choices.first_device_weights >= choices.first_device_state)
     return _joined(choices, with_state)
 
 
@@ -154,7 +156,7 @@ def _unified_grid(table: ChoiceTable, limits: Limits, slots: list[int]) -> Choic
     n = table.num_blocks
     choices = Choices.product(
         last_disk_state=_spread(n, 64) if limits["disk"] else [0],
-        edge_state=[0, 2] if limits["disk"] else [0],
+        edge_state=[0],
         num_slots=slots,
     )
     with_weights = choices.but(last_disk_weights=choices.last_disk_state)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from outcore.kernels.compact_format import BLOCK
 from outcore.model_spec import BYTES_OF
 from outcore.planning.plan import Job
 
-_SCALE_BYTES = 4 / 128  # an fp32 scale for each 128 elements of an 8-bit moment
+_SCALE_BYTES = 1 / BLOCK  # a scale of one byte for each block of an 8-bit moment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,18 +18,28 @@ class StateBytes:
     weight: int
     state: float  # moments and remainder, without the weight
     gradient: int
+    num_tensors: int  # of the state
+    largest_itemsize: int  # of these
 
     @classmethod
     def of(cls, job: Job) -> StateBytes:
         """Moments and what the weight's type rounded away of the fp32 master."""
         weight = BYTES_OF[job.dtype]
         if job.state_format == "fp32":
-            state = 8.0 + (2 if job.dtype == "bf16" else 0)
+            state, num_tensors, largest = 8.0, 2, 4
+            if job.dtype == "bf16":
+                state, num_tensors = state + 2, num_tensors + 1
         else:
-            state = 2 * (1 + _SCALE_BYTES)
-            if job.state_format == "compact" and job.dtype == "bf16":
-                state += 1
-        return cls(weight=weight, state=state, gradient=weight)
+            state, num_tensors, largest = 2 * (1 + _SCALE_BYTES), 4, 1
+            if job.state_format == "compact":
+                state, num_tensors = state + 1, num_tensors + 1
+        return cls(
+            weight=weight,
+            state=state,
+            gradient=weight,
+            num_tensors=num_tensors,
+            largest_itemsize=largest,
+        )
 
     @property
     def moved(self) -> float:

@@ -27,6 +27,12 @@ NUM_AHEAD = 3  # pieces of weights that are read ahead of their copy to the devi
 PIECE_ALIGN = 1 << 19  # elements: whole pages also for one byte to each 128 of them
 
 
+def piece_numel(numel: int, max_numel: int) -> int:
+    """Return how many of ``numel`` elements travel together, in about equal pieces."""
+    size = -(-numel // max(1, -(-numel // max_numel)))
+    return -(-size // PIECE_ALIGN) * PIECE_ALIGN
+
+
 @dataclass(frozen=True, kw_only=True)
 class DiskShape:
     """A tensor to make room for: ``piece_numel`` elements travel together."""

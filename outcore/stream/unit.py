@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from outcore.blocks import Part
 from outcore.store.spans import SpanLayout
-from outcore.stream.disk_tensors import PIECE_ALIGN, DiskTensor
+from outcore.stream.disk_tensors import DiskTensor, piece_numel
 from outcore.stream.lanes import Fence
 
 
@@ -43,9 +43,7 @@ class Unit:
 
     def piece_numel(self, max_numel: int) -> int:
         """Return how many elements of a unit on disk travel together; a chunk is one piece."""
-        numel = self.layout.trainable_numel or self.layout.numel
-        size = -(-numel // max(1, -(-numel // max_numel)))
-        return -(-size // PIECE_ALIGN) * PIECE_ALIGN
+        return piece_numel(self.layout.trainable_numel or self.layout.numel, max_numel)
 
     @property
     def name(self) -> str:

@@ -26,6 +26,7 @@ class Refused(OutcoreError):
 class TinySpec:
     name: str = "qwen2.5-7b"
     num_parameters: int = 7_600_000_000
+    hidden_size: int = 3584
 
 
 class Planner:

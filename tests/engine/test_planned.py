@@ -12,6 +12,7 @@ import torch
 from families import BY_NAME
 
 import outcore
+from outcore.machine import machine_named
 from outcore.planning.plan import BlockPlan, Budgets, Job, Plan, Prediction, Span
 
 PREDICTION = Prediction(
@@ -103,6 +104,26 @@ def test_a_run_is_recorded_beside_its_plan(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == len(run.spans()) + 1  # the predicted one
     outcore.release(model)
+
+
+def test_offload_makes_a_plan_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outcore.engine.options.here", lambda: machine_named("h200-pcie5"))
+    model = BY_NAME["llama"].make().train()
+    model = outcore.offload(model, device="cpu", device_memory="256MiB", tokens=32, seq_len=8)
+    engine = outcore.engine_of(model)
+    assert engine.plan is not None
+    assert engine.plan.job.budgets.device_bytes == 256 << 20
+    homes = [unit.weights_home for unit in engine.units if unit.part.is_block]
+    assert homes == [block.weights for block in engine.plan.blocks]
+    optimizer = outcore.AdamW(model, lr=1e-3, max_grad_norm=1.0)
+    ids = torch.randint(0, 90, (4, 8))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    outcore.release(model)
+    with pytest.raises(outcore.DoesNotFit, match="no plan fits"):
+        outcore.offload(model, device="cpu", device_memory="10KiB", tokens=32, seq_len=8)
+    with pytest.raises(ValueError, match="belong together"):
+        outcore.offload(model, device="cpu", tokens=32)
 
 
 def test_a_plan_for_another_model_is_refused() -> None:
