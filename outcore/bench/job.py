@@ -45,6 +45,8 @@ class BenchJob(_JsonValue):
     seed: int = 0
     outcore_options: dict[str, Any] = field(default_factory=dict)
     """Arguments of `outcore.offload` for Outcore's own row, such as `device_memory`."""
+    plan_options: dict[str, Any] | None = None
+    """Arguments of `outcore.plan`: Outcore then runs that plan; None: without one."""
 
     def __post_init__(self) -> None:
         for name in ("sequences", "seq_len", "steps"):

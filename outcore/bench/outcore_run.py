@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ import outcore
 from outcore.bench.job import BenchJob, BenchResult
 from outcore.bench.peers.causal_lm import bench_device, random_batch
 from outcore.bench.peers.measure import forget_building, make_result, synchronize, time_steps
+from outcore.planning.plan_json import plan_to_dict
+from outcore.planning.side_by_side import Measurement, side_by_side
 from outcore.shapes import config_from_dict
 
 
@@ -18,16 +22,25 @@ def run(job: BenchJob) -> BenchResult:
     """Train with ``job.outcore_options``, the keyword arguments of ``outcore.offload``."""
     device = bench_device()
     start = time.perf_counter()
-    torch.manual_seed(job.seed)
-    model = outcore.from_config(
-        config_from_dict(job.config),
-        device=device,
-        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        micro_batch=job.micro_batch,
-        **job.outcore_options,
-    )
-    model.train()
     clips = job.max_grad_norm is not None
+    options = dict(job.outcore_options)
+    if job.plan_options is None:
+        options["dtype"] = torch.bfloat16 if device.type == "cuda" else torch.float32
+        options["micro_batch"] = job.micro_batch
+    else:
+        options["plan"] = outcore.plan(
+            job.config,
+            tokens=job.tokens,
+            seq_len=job.seq_len,
+            clipping=clips,
+            dtype="bf16" if device.type == "cuda" else "fp32",
+            micro_batch=job.micro_batch,
+            **job.plan_options,
+        )
+    planning_s = time.perf_counter() - start
+    torch.manual_seed(job.seed)
+    model = outcore.from_config(config_from_dict(job.config), device=device, **options)
+    model.train()
     optimizer = outcore.AdamW(
         model, lr=job.lr, max_grad_norm=job.max_grad_norm, update_during_backward=not clips
     )
@@ -50,8 +63,10 @@ def run(job: BenchJob) -> BenchResult:
     forget_building()
     times = time_steps(job, step, drain=drain)
     engine = outcore.engine_of(model)
-    notes = {
-        "optimizer_state": f"{engine.options.state}, fp32",
+    notes: dict[str, Any] = {
+        "optimizer_state": f"{engine.options.state_format.name}, "
+        + " and ".join(sorted({unit.state_home for unit in engine.units})),
+        "planning_s": planning_s,
         "fp32_master": True,
         "clipping": clips,
         "building_s": building_s,
@@ -68,4 +83,18 @@ def run(job: BenchJob) -> BenchResult:
         "host_purposes_bytes": engine.host_ledger.peaks(),
         "losses": [float(loss) for loss in losses],
     }
+    if engine.plan is not None:
+        notes["plan"] = plan_to_dict(
+            replace(engine.plan, prediction=replace(engine.plan.prediction, timeline=()))
+        )
+        notes["prediction"] = {
+            row.what: {"predicted": row.predicted, "measured": row.measured}
+            for row in side_by_side(
+                engine.plan,
+                Measurement(
+                    step_s=times.headline_s,
+                    peak_bytes={tier.tier: tier.peak_bytes for tier in engine.report()},
+                ),
+            )
+        }
     return make_result("outcore", job, times, float(losses[-1]), notes)

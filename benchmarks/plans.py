@@ -1,0 +1,120 @@
+"""Runs plans on this machine and compares each with its prediction: time, and bytes of each tier.
+
+    python benchmarks/plans.py --json FILE [--only 7b,14b,...] [--disk DIR]
+
+Every row makes a plan for this machine, carries it out in a process of its own, and is written as
+soon as it is there. Rows that need a disk are left out without --disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outcore.bench.job import BenchFailure, BenchJob, BenchRow
+from outcore.bench.peers.runner import run_peer
+from outcore.cli.machine import machine_facts
+from outcore.shapes import shape_dict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One plan to make and run."""
+
+    shape: str
+    sequences: int = 16
+    seq_len: int = 2048
+    clips: bool = True
+    steps: int = 5
+    warmup_steps: int = 3
+    system: str = "outcore"
+    disk_bytes: int | None = None  # needs a disk, with this budget
+    plan: dict[str, Any] = field(default_factory=dict)
+
+
+GIB = 2**30
+SETTINGS = {
+    "7b": Setting(shape="qwen2.5-7b"),
+    "7b-24g": Setting(shape="qwen2.5-7b", plan={"device_memory": "24GiB"}),
+    "7b-24g-no-clip": Setting(shape="qwen2.5-7b", clips=False, plan={"device_memory": "24GiB"}),
+    "3b": Setting(shape="qwen2.5-3b"),
+    "3b-16g": Setting(shape="qwen2.5-3b", plan={"device_memory": "16GiB"}),
+    "14b": Setting(shape="qwen2.5-14b"),
+    "32b-compact": Setting(shape="qwen2.5-32b", plan={"state_format": "compact"}),
+    "72b-minimal": Setting(
+        shape="qwen2.5-72b",
+        sequences=7,
+        clips=False,
+        steps=2,
+        warmup_steps=1,
+        disk_bytes=61 * GIB,
+        plan={"state_format": "minimal"},
+    ),
+    "8b-long": Setting(
+        shape="llama-3.1-8b",
+        sequences=1,
+        seq_len=65536,
+        steps=2,
+        warmup_steps=1,
+        plan={"device_memory": "24GiB"},
+    ),
+    "3b-disk": Setting(
+        shape="qwen2.5-3b",
+        steps=2,
+        warmup_steps=1,
+        disk_bytes=50 * GIB,
+        plan={"host_memory": "24GiB", "device_memory": "24GiB"},
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, help="where the raw figures go")
+    parser.add_argument("--only", default=",".join(SETTINGS), help="settings, with commas")
+    parser.add_argument("--disk", help="a directory for scratch files")
+    parser.add_argument("--limit", type=float, default=280.0, help="seconds for each row")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for name in arguments.only.split(","):
+        setting = SETTINGS[name]
+        if setting.disk_bytes is not None and arguments.disk is None:
+            print(f"{name:16s} left out: needs --disk")
+            continue
+        row = run_peer(setting.system, job_of(setting, arguments.disk), limit_s=arguments.limit)
+        rows.append({"setting": name, **json.loads(row.to_json())})
+        arguments.json.write_text(json.dumps({"machine": machine_facts(), "rows": rows}, indent=1))
+        print(f"{name:16s} {summary(row)}", flush=True)
+
+
+def job_of(setting: Setting, disk: str | None) -> BenchJob:
+    plan = dict(setting.plan)
+    if setting.disk_bytes is not None:
+        plan["disk"] = f"{disk}:{setting.disk_bytes}"
+    return BenchJob(
+        config=shape_dict(setting.shape, tie_word_embeddings=False),
+        sequences=setting.sequences,
+        seq_len=setting.seq_len,
+        steps=setting.steps,
+        warmup_steps=setting.warmup_steps,
+        max_grad_norm=1.0 if setting.clips else None,
+        plan_options=plan,
+    )
+
+
+def summary(row: BenchRow) -> str:
+    if isinstance(row, BenchFailure):
+        return f"failed: {row.failed}"
+    cells = [f"{row.tflops:6.1f} TFLOPS  {row.tokens_per_s:8.0f} tok/s"]
+    for what, found in row.notes.get("prediction", {}).items():
+        if found["measured"]:
+            share = found["predicted"] / found["measured"] - 1
+            cells.append(f"{what} {found['measured']:.4g} ({share:+.1%} predicted)")
+    return "  ".join(cells)
+
+
+if __name__ == "__main__":
+    main()
