@@ -134,18 +134,12 @@ def test_frozen_parameters_are_not_trained() -> None:
 
 def test_the_spec_is_what_the_engine_streams() -> None:
     """The engine's units, in their order, have the sizes that a plan counts with."""
-    from outcore.engine.options import check_options
+    from outcore.engine.offload import resolve_options
     from outcore.engine.placement import build_units
     from outcore.optim.updates import chunks_of
     from outcore.planning.placement import Units
 
-    options: dict[str, Any] = dict.fromkeys(
-        ("device_memory", "host_memory", "micro_batch", "dtype", "gradient_dtype", "num_visits")
-    )
-    checked = check_options(
-        device="cpu", weights="host", state="host", activations="auto", num_slots=3,
-        compile=None, **options,
-    )  # fmt: skip
+    checked, _ = resolve_options(None, device="cpu")
     for name in TESTED:
         model = BY_NAME[name].make()
         built = build_units(model, checked)
