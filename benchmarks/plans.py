@@ -31,6 +31,7 @@ class Setting:
     steps: int = 5
     warmup_steps: int = 3
     system: str = "outcore"
+    micro_batch: int | None = None
     disk_bytes: int | None = None  # needs a disk, with this budget
     plan: dict[str, Any] = field(default_factory=dict)
 
@@ -38,6 +39,7 @@ class Setting:
 GIB = 2**30
 SETTINGS = {
     "7b": Setting(shape="qwen2.5-7b"),
+    "7b-native": Setting(shape="qwen2.5-7b", system="native", micro_batch=1),
     "7b-24g": Setting(shape="qwen2.5-7b", plan={"device_memory": "24GiB"}),
     "7b-24g-no-clip": Setting(shape="qwen2.5-7b", clips=False, plan={"device_memory": "24GiB"}),
     "3b": Setting(shape="qwen2.5-3b"),
@@ -101,6 +103,7 @@ def job_of(setting: Setting, disk: str | None) -> BenchJob:
         steps=setting.steps,
         warmup_steps=setting.warmup_steps,
         max_grad_norm=1.0 if setting.clips else None,
+        micro_batch=setting.micro_batch,
         plan_options=plan,
     )
 

@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="where the raw figures go")
     parser.add_argument("--only", default="7b,3b", help="groups of settings, with commas")
-    parser.add_argument("--limit", type=float, default=150.0, help="seconds for each row")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for each row")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for group in arguments.only.split(","):
