@@ -29,7 +29,7 @@ from outcore.planning.simulate import Simulated, simulate
 SLOWER_FOR_MEMORY = 1.1  # objective="memory": the least device memory within this of the fastest
 _MOST_SEQUENCES = 1 << 17  # looked at for the tokens that hide everything
 _EQUAL = 0.005  # step times that differ by less are the same; then the plainer choice is taken
-_WORK = 24_000  # blocks played while searching, at most; several steps each
+_WORK = 16_000  # blocks played while searching, at most; several steps each
 
 Limits = dict[str, int]
 Played = tuple[Choice, Simulated]
