@@ -56,6 +56,7 @@ def build_units(model: nn.Module, options: OffloadOptions) -> list[Unit]:
                 layout=SpanLayout.of(part.parameters),
                 dtype=options.dtype,
                 first_element=first_element,
+                is_urgent=not any(unit.part.is_block for unit in units),
                 weights_home="device",
                 state_home=options.edge_state,
             )

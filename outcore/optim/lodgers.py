@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outcore.optim.state import UnitState
-from outcore.optim.updates import LAST_URGENT_UNIT, Chunk, ChunkUpdate
+from outcore.optim.updates import Chunk, ChunkUpdate
 from outcore.stream.lanes import Fence, Lane
 
 Scheduled = tuple[Chunk, UnitState]
@@ -48,7 +48,7 @@ def lodger_bytes(chunk: Chunk, state: UnitState, gradient_dtype: torch.dtype) ->
 
 def urgent_chunks(schedule: Sequence[Scheduled]) -> int:
     """Return how many chunks of a schedule the forward waits for at its start."""
-    return sum(chunk.unit.index <= LAST_URGENT_UNIT for chunk, _ in schedule)
+    return sum(chunk.unit.is_urgent for chunk, _ in schedule)
 
 
 class Lodgers:

@@ -21,7 +21,6 @@ from outcore.stream.lanes import Fence
 from outcore.stream.unit import Unit
 
 MAX_PIECE_ELEMENTS = 1 << 24  # of a chunk on disk: four tensors of them are staged at a time
-LAST_URGENT_UNIT = 1  # the embedding and the first block: a forward starts with them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +208,6 @@ class UpdateQueue:
         # that leaves the last blocks, which came first, for the time of the next forward.
         ready = [update for update in self._waiting if update.is_ready]
         first = min(ready, key=lambda u: u.chunk.key, default=self._waiting[0])
-        if first.chunk.unit.index <= LAST_URGENT_UNIT:
+        if first.chunk.unit.is_urgent:
             min_backlog = min(min_backlog, 2)
         return first if len(ready) >= min_backlog else None

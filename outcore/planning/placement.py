@@ -13,7 +13,7 @@ from functools import cached_property
 from outcore.model_spec import ModelSpec
 from outcore.optim.backend import MAX_CHUNK_ELEMENTS, NUM_HELPING
 from outcore.optim.disk_updater import num_staging_buffers, num_weight_buffers
-from outcore.optim.updates import LAST_URGENT_UNIT, MAX_PIECE_ELEMENTS
+from outcore.optim.updates import MAX_PIECE_ELEMENTS
 from outcore.planning.plan import BlockPlan, Tier
 from outcore.planning.state_bytes import StateBytes
 from outcore.store.spans import ALIGN_ELEMENTS
@@ -71,7 +71,7 @@ class Units:
         limit = self._limit()
         return tuple(
             (index, numel)
-            for index, unit in enumerate(self.units[: LAST_URGENT_UNIT + 1])
+            for index, unit in enumerate(self.units[: len(self.first_edges) + 1])
             for numel in _cut(unit.deliveries, limit)
         )
 

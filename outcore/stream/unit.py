@@ -27,6 +27,7 @@ class Unit:
     layout: SpanLayout
     dtype: torch.dtype
     first_element: int = 0  # of its trainable prefix among all units'
+    is_urgent: bool = False  # a forward begins with it: the first block, or an edge before it
     weights_home: str = "host"
     state_home: str = "host"
     host_weight: Tensor | None = None  # flat, the whole span

@@ -24,6 +24,7 @@ def make_unit(index: int, sizes: list[tuple[int, bool]], arrives_whole: bool) ->
     }
     return Unit(
         index=index,
+        is_urgent=index <= 1,
         part=Part(name=f"u{index}", module=nn.Module(), parameters=parameters, is_block=False),
         arrives_whole=arrives_whole,
         layout=SpanLayout.of(parameters),
