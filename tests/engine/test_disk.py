@@ -238,3 +238,27 @@ def test_a_second_step_reads_what_the_first_wrote(disk: Path, options: dict[str,
         return found
 
     assert all(map(torch.equal, run(disk, **options), run(None)))
+
+
+def test_a_few_resident_blocks_do_not_run_out_of_staging(disk: Path) -> None:
+    """Their master is a third tensor on disk; the other blocks have two."""
+    config = LlamaConfig(
+        vocab_size=90,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = outcore.offload(
+        LlamaForCausalLM(config).train(),
+        device="cpu",
+        disk=str(disk),
+        weights=["device"] * 3 + ["host"] * 4,
+        state="disk",
+    )
+    optimizer = outcore.AdamW(model, lr=1e-2)
+    with injected_delays(0.01, seed=0):
+        train(model, optimizer, range(2))
+        outcore.synchronize(model)
+    outcore.release(model)
