@@ -141,9 +141,9 @@ class OptimizerBackend:
         if on_disk:
             assert self._make_disk is not None
             shapes = disk_shapes(on_disk, format, MAX_PIECE_ELEMENTS)
-            self._disk = self._make_disk(
-                "state", shapes, num_staging_buffers(len(shapes) // len(on_disk))
-            )
+            # A resident weight has its master on disk too, and three of them may come in a row.
+            num_tensors = len(format.tensors) + any(u.host_weight is None for u in on_disk)
+            self._disk = self._make_disk("state", shapes, num_staging_buffers(num_tensors))
             built.update(build_on_disk(on_disk, format, self._disk))
         self.states = {unit.index: built[unit.index] for unit in self.units}
         copy_out = Lane("copy-out", self._device, hardware="to host")

@@ -88,6 +88,8 @@ class DiskUpdater:
                 if update is None:
                     self._give_up(ahead)
                     return
+                while any(staged.update.chunk.key == update.chunk.key for staged in ahead):
+                    self._run_one(ahead.popleft())  # two updates of one chunk keep their order
                 try:
                     ahead.append(_stage(update))
                 except BaseException as error:

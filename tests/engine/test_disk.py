@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import outcore
 from outcore.errors import LaneError, StoreError
 from outcore.stream.disk_tensors import PIECE_ALIGN
+from outcore.stream.lanes import injected_delays
 from outcore.stream.unit import Unit
 
 BOTH = {"weights": "disk", "state": "disk"}
@@ -215,3 +216,49 @@ def test_a_file_that_is_harmed_ends_the_step_with_its_name(
     (store_error,) = (error for error in causes if isinstance(error, StoreError))
     assert str(path) in str(store_error)
     outcore.engine_of(model).close()
+
+
+@pytest.mark.parametrize("options", [{"state": "disk"}, BOTH], ids=["state", "both"])
+def test_a_second_step_reads_what_the_first_wrote(disk: Path, options: dict[str, Any]) -> None:
+    """Fewer chunks on disk than are read ahead: the next update of one must not overtake it."""
+
+    def run(disk: Path | None, **options: Any) -> list[Tensor]:
+        homes = {name: [home, home, "host"] for name, home in options.items()}
+        model = make(disk, **homes)
+        optimizer = outcore.AdamW(model, lr=1e-2)
+        loss_of(model, 0).backward()
+        with injected_delays(0.01, seed=0):
+            optimizer.step()
+            optimizer.step()
+            outcore.synchronize(model)
+        found = [tensor.clone() for tensor in model.state_dict().values()]
+        for entry in optimizer.state_dict()["state"].values():
+            found += [value.clone() for value in entry.values()]
+        outcore.release(model)
+        return found
+
+    assert all(map(torch.equal, run(disk, **options), run(None)))
+
+
+def test_a_few_resident_blocks_do_not_run_out_of_staging(disk: Path) -> None:
+    """Their master is a third tensor on disk; the other blocks have two."""
+    config = LlamaConfig(
+        vocab_size=90,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = outcore.offload(
+        LlamaForCausalLM(config).train(),
+        device="cpu",
+        disk=str(disk),
+        weights=["device"] * 3 + ["host"] * 4,
+        state="disk",
+    )
+    optimizer = outcore.AdamW(model, lr=1e-2)
+    with injected_delays(0.01, seed=0):
+        train(model, optimizer, range(2))
+        outcore.synchronize(model)
+    outcore.release(model)
