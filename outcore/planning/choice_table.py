@@ -132,7 +132,12 @@ class ChoiceTable:
             )
             host += (leaving > 0) * (RING_BUFFERS * largest * sizes.gradient)
         units = self.memory.units
-        host += (ds > 0) * float(units.state_staging_bytes(sizes))
+        staging = np.where(
+            w > n - ds,  # some state on disk has the master of a resident weight beside it
+            units.state_staging_bytes(sizes, with_masters=True),
+            units.state_staging_bytes(sizes, with_masters=False),
+        )
+        host += (ds > 0) * staging
         host += (dw > 0) * float(units.weight_staging_bytes(sizes))
         host += offloads * self._inputs[recomputing]
         if self.is_unified:

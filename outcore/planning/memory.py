@@ -101,7 +101,7 @@ class MemoryModel:
 
     def _add_state(self, placement: Placement, add: _Add) -> None:
         sizes, chunk = self._bytes, self.units.max_chunk
-        stages = False
+        stages = with_masters = False
         passes_ring = False
         for index, unit in enumerate(self.units.units):
             numel = unit.trainable_numel
@@ -120,11 +120,16 @@ class MemoryModel:
             elif tier != "device":
                 passes_ring = True
             stages = stages or tier == "disk"
+            with_masters = with_masters or (tier == "disk" and weights == "device")
         if passes_ring:
             largest = self.units.largest_chunk(with_disk=stages)
             add("host", "gradients", RING_BUFFERS * largest * sizes.gradient)
         if stages:
-            add("host", "disk staging", self.units.state_staging_bytes(sizes))
+            add(
+                "host",
+                "disk staging",
+                self.units.state_staging_bytes(sizes, with_masters=with_masters),
+            )
         for index, numel in self.units.lodging(placement).items():
             is_resident = self.units.weights_tier(placement, index) == "device"
             lodged = sizes.state + (0 if is_resident else sizes.weight) + sizes.gradient

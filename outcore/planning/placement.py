@@ -106,10 +106,14 @@ class Units:
         """Return the elements of the largest chunk; on disk a small block is not cut as finely."""
         return max(self.max_chunk, self._largest_piece) if with_disk else self.max_chunk
 
-    def state_staging_bytes(self, sizes: StateBytes) -> int:
-        """Return the host memory that state passes through on its way from and to disk."""
-        buffers = num_staging_buffers(sizes.num_tensors)
-        return buffers * self._largest_piece * sizes.largest_itemsize
+    def state_staging_bytes(self, sizes: StateBytes, *, with_masters: bool) -> int:
+        """Return the host memory that state passes through on its way from and to disk.
+
+        ``with_masters``: some of it has the master of a resident weight beside it.
+        """
+        buffers = num_staging_buffers(sizes.num_tensors + with_masters)
+        itemsize = max(sizes.largest_itemsize, sizes.weight if with_masters else 0)
+        return buffers * self._largest_piece * itemsize
 
     def weight_staging_bytes(self, sizes: StateBytes) -> int:
         """Return the same for weights."""
