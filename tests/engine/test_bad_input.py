@@ -293,6 +293,7 @@ def test_no_repeated_blocks(kind: str) -> None:
         ({"state": ["host", "host"]}, "state has 2 entries, but the model has 3 blocks"),
         ({"activations": ["keep", "auto", "keep"]}, "activations must be one of .*not 'auto'"),
         ({"num_visits": -1}, "num_visits must be 0 or more"),
+        ({"activations": ["keep"]}, "activations has 1 entries, but the model has 3 blocks"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
