@@ -215,8 +215,20 @@ class OptimizerBackend:
         for update in updates:
             unit = update.chunk.unit
             unit.update_queued([*(f for f in unit.pending if not f.is_done), update.weight_ready])
+        left = list(updates)
+        try:
+            self._hand_over(left)
+        except BaseException as error:  # nobody has the rest: whoever waits for it must not hang
+            for update in left:
+                update.fail(error)
+            raise
+        if self._waiting is not None:
+            self._prefetch()
+
+    def _hand_over(self, left: list[ChunkUpdate]) -> None:
+        """Give each update to its updater; those that have none yet stay in ``left``."""
         on_host = []
-        for update in updates:
+        for update in list(left):
             unit = update.chunk.unit
             if unit.state_home == "device":
                 self._update_on_device(update)
@@ -227,11 +239,12 @@ class OptimizerBackend:
                 self._lodgers.update(update)
             else:
                 on_host.append(update)
+                continue
+            left.remove(update)
         if on_host:
             assert self._queue is not None
             self._queue.push(on_host)
-        if self._waiting is not None:
-            self._prefetch()
+            left.clear()
 
     def begin_forward(self) -> None:
         """Say that all updates of this step have been queued, in passing mode."""

@@ -197,3 +197,23 @@ def test_refused_gradients_change_nothing_and_lose_no_buffer(late_lodgers: list[
 
     plain, refused = run(0), run(RING_BUFFERS + 1)
     assert differing(plain, refused) == []
+
+
+@pytest.mark.timeout(30)
+def test_an_update_that_fails_in_step_leaves_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model(state=["device", "host", "host", "host"])
+    optimizer = outcore.AdamW(model, lr=1e-2)
+    loss_of(model, 0).backward()
+
+    def fail(update: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(outcore.engine_of(model).backend, "_update_on_device", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    with pytest.raises(outcore.LaneError, match="no room"):
+        outcore.synchronize(model)
+    with pytest.raises(outcore.LaneError, match="no room"):
+        loss_of(model, 0)
