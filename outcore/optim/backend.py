@@ -346,6 +346,8 @@ class OptimizerBackend:
         try:
             self._settle(lodged, largest, num_helping)
         except torch.OutOfMemoryError:  # fragments: they save time, and nothing needs them
+            if self._lodgers is not None:
+                self._lodgers.close()  # its copies must land before their memory is used again
             self._lodgers = None
             for purpose, num_bytes in zip(DEVICE_STATE, sizes, strict=True):
                 self._device_ledger.give_back(purpose, num_bytes)

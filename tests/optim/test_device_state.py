@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -217,3 +218,29 @@ def test_an_update_that_fails_in_step_leaves_nobody_waiting(
         outcore.synchronize(model)
     with pytest.raises(outcore.LaneError, match="no room"):
         loss_of(model, 0)
+
+
+def test_state_that_finds_no_room_on_the_device_leaves_nothing_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_room(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    def run(**options: Any) -> dict[str, Tensor]:
+        model = make_model(**options)
+        optimizer = outcore.AdamW(model, lr=1e-2)
+        with injected_delays(0.005, seed=0):
+            for step in range(3):
+                loss_of(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found = everything(model, optimizer)
+        taken = outcore.engine_of(model).device_ledger._taken
+        assert not taken.get("lodged state")
+        assert "outcore-lodged-state" not in {thread.name for thread in threading.enumerate()}
+        outcore.release(model)
+        return found
+
+    expected = run(num_visits=0)
+    monkeypatch.setattr("outcore.optim.backend.Visitor", no_room)
+    assert not differing(run(num_visits=4), expected)
