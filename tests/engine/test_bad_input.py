@@ -378,6 +378,17 @@ def test_casting_is_refused(method: str) -> None:
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
 
 
+def test_loading_other_parameter_objects_is_refused() -> None:
+    model = offloaded(LLAMA.make())
+    state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    before = float(model(**batch_of()).loss)
+    with pytest.raises(outcore.OutcoreError, match="assign"):
+        model.load_state_dict(state, assign=True)
+    assert float(model(**batch_of()).loss) == before
+    model.load_state_dict(state)
+    assert float(model(**batch_of()).loss) != before
+
+
 def test_moving_to_where_it_is_already() -> None:
     model = offloaded(LLAMA.make())
     assert model.to("cpu") is model
