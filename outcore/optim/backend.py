@@ -41,6 +41,7 @@ from outcore.stream.unit import Unit
 
 MAX_CHUNK_ELEMENTS = 1 << 25
 NUM_HELPING = 2  # one visit comes while the other goes
+BUILT_ON_DEVICE = ("optimizer state", "gradients", "gradient buffers")  # and there to stay
 DEVICE_STATE = ("lodged state", "state visits")  # purposes in the device's books
 
 
@@ -115,9 +116,16 @@ class OptimizerBackend:
                 "Use the first one, or offload the model anew."
             )
         remainders = [unit.remainder for unit in self.units]
+        taken = self._device_ledger.taken()
         try:
             self._build(passing, check)
         except BaseException:
+            for purpose, num_bytes in self._device_ledger.taken().items():
+                if purpose in BUILT_ON_DEVICE:
+                    self._device_ledger.give_back(purpose, num_bytes - taken.get(purpose, 0))
+            if self._disk is not None:
+                self._disk.close()
+                self._disk = None
             for lane in self._lanes:
                 lane.close()
             for unit, remainder in zip(self.units, remainders, strict=True):

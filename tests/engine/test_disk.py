@@ -290,3 +290,34 @@ def test_parameters_written_before_the_first_forward_count(
 
     with torch.backends.mkldnn.flags(enabled=dtype == torch.float32):
         assert all(map(torch.equal, run(True), run(False)))
+
+
+def test_an_optimizer_that_could_not_start_leaves_room_for_another(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise outcore.OutOfBudget("no room")
+
+    model = make(disk, state=["device", "disk", "host"])
+    engine = outcore.engine_of(model)
+    assert engine.disk is not None
+    ledgers = engine.device_ledger, engine.host_ledger, engine.disk.ledger
+    with monkeypatch.context() as patched:
+        patched.setattr("outcore.optim.backend.Gradients", refuse)
+        before = [ledger.taken_bytes for ledger in ledgers]
+        with pytest.raises(outcore.OutOfBudget):
+            outcore.AdamW(model)
+    assert engine.device_ledger.taken_bytes == before[0]
+    assert engine.disk.ledger.taken_bytes == before[2]
+    optimizer = outcore.AdamW(model, lr=1e-2)
+    taken = [ledger.taken_bytes for ledger in ledgers]
+    train(model, optimizer, range(2))
+    outcore.release(model)
+
+    model = make(disk, state=["device", "disk", "host"])
+    engine = outcore.engine_of(model)
+    assert engine.disk is not None
+    ledgers = engine.device_ledger, engine.host_ledger, engine.disk.ledger
+    outcore.AdamW(model, lr=1e-2)
+    assert [ledger.taken_bytes for ledger in ledgers] == taken
+    outcore.release(model)
