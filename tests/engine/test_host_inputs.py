@@ -99,6 +99,23 @@ def test_a_second_backward_is_refused_as_torch_does() -> None:
     outcore.release(model)
 
 
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_an_input_that_is_written_after_its_block_is_noticed(activations: str) -> None:
+    """Its copy to the host may come before or after."""
+    model = make(activations)
+    outcore.AdamW(model, lr=1e-2)
+
+    def write(module: Any, args: tuple[Tensor, ...], output: Any) -> None:
+        with torch.no_grad():
+            args[0].mul_(0)
+
+    model.model.layers[1].register_forward_hook(write)
+    loss = loss_of(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    outcore.release(model)
+
+
 def test_a_host_budget_that_is_too_small_is_refused() -> None:
     model = make("offload", host_memory="1MB")
     outcore.AdamW(model, lr=1e-2)
