@@ -22,6 +22,7 @@ class DiskTier:
 
     def make(self, name: str, shapes: Sequence[DiskShape], num_buffers: int) -> DiskTensors:
         """Make a scratch file with tensors of ``shapes``."""
+        self._files = [file for file in self._files if not file.is_closed]
         made = DiskTensors(
             self._directory.path,
             name,

@@ -24,7 +24,7 @@ class WaitingInput:
     """One input on the host. Its memory serves another one when nobody refers to this any more."""
 
     pool: HostInputs
-    buffer: Tensor  # flat, on the host
+    buffer: Tensor  # flat, on the host; it may be larger
     shape: torch.Size
     there: Fence  # the copy out
     below: WaitingInput | None  # the input that the backward will want next
@@ -45,8 +45,7 @@ class HostInputs:
         self._out: Lane | None = None
         self._in: Lane | None = None
         self._last: WaitingInput | None = None
-        self._free: dict[tuple[int, torch.dtype], list[tuple[Tensor, list[Fence]]]]
-        self._free = defaultdict(list)
+        self._free: dict[torch.dtype, list[tuple[Tensor, list[Fence]]]] = defaultdict(list)
         self._lock = threading.RLock()  # re-entrant: the collector may give back anywhere
 
     def put(self, hidden: Tensor) -> WaitingInput:
@@ -59,7 +58,7 @@ class HostInputs:
         lane = self._out
 
         def copy() -> None:
-            buffer.copy_(hidden.view(-1), non_blocking=True)
+            buffer[: hidden.numel()].copy_(hidden.view(-1), non_blocking=True)
             if lane.stream is not None:
                 hidden.record_stream(lane.stream)  # it may be freed before it is copied
 
@@ -96,7 +95,7 @@ class HostInputs:
         lane = self._in
 
         def copy() -> None:
-            hidden.view(-1).copy_(waiting.buffer, non_blocking=True)
+            hidden.view(-1).copy_(waiting.buffer[: hidden.numel()], non_blocking=True)
             if lane.stream is not None:
                 hidden.record_stream(lane.stream)
 
@@ -106,10 +105,18 @@ class HostInputs:
         return hidden, waiting.last_read
 
     def _take(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Fence]]:
+        # Lengths vary from batch to batch: a larger buffer serves, and a larger one takes the place
+        # of one that does not, so that there are never more than were in use at a time.
         with self._lock:
-            free = self._free[numel, dtype]
-            if free:
-                return free.pop()
+            free = self._free[dtype]
+            sizes = {i: entry[0].numel() for i, entry in enumerate(free)}
+            fitting = {i: size for i, size in sizes.items() if size >= numel}
+            if fitting:
+                return free.pop(min(fitting, key=fitting.__getitem__))
+            buffer, busy = free.pop(max(sizes, key=sizes.__getitem__)) if sizes else (None, [])
+        for fence in busy:  # its memory goes: no copy may be under way
+            fence.block()
+        del buffer
         arena = HostArena(
             aligned_bytes(numel, dtype),
             purpose="block inputs",
@@ -121,4 +128,4 @@ class HostInputs:
     def _give_back(self, buffer: Tensor, busy: list[Fence | None]) -> None:
         with self._lock:
             fences = [fence for fence in busy if fence is not None]
-            self._free[buffer.numel(), buffer.dtype].append((buffer, fences))
+            self._free[buffer.dtype].append((buffer, fences))

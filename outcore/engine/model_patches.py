@@ -155,7 +155,7 @@ def _patch_methods(model: nn.Module, engine: Engine) -> None:
     hooks = [
         model.register_forward_pre_hook(before, with_kwargs=True),
         model.register_state_dict_pre_hook(lambda *_: engine.synchronize()),
-        model.register_load_state_dict_pre_hook(lambda *_: engine.synchronize()),
+        model.register_load_state_dict_pre_hook(functools.partial(_before_load, engine)),
         model.register_load_state_dict_post_hook(lambda *_: engine.weights_replaced()),
     ]
     hooks += [m.register_forward_pre_hook(_without_cache, with_kwargs=True) for m in caching]
@@ -203,6 +203,17 @@ def _before_forward(
     if engine.vocabulary is not None and isinstance(labels, Tensor) and labels.is_cuda:
         # Before the forward is launched: a bad label inside it would end the CUDA context.
         check_labels(labels, kwargs.get("ignore_index", -100), engine.vocabulary)
+
+
+def _before_load(
+    engine: Engine, module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any
+) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise OutcoreError(
+            "load_state_dict(assign=True) would replace the parameters of an offloaded model by "
+            "others that have no home: leave assign out"
+        )
+    engine.synchronize()
 
 
 def _takes_use_cache(module: nn.Module) -> bool:

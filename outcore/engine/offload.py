@@ -222,12 +222,14 @@ def release(model: nn.Module) -> None:
     model with ``.to(device)`` to use it, or offload it anew.
     """
     engine = engine_of(model)
-    engine.synchronize()
-    unpatch_model(engine)
-    engine.close()
-    _lift_device_limit(engine.device)
-    del engine
-    gc.collect()
+    try:
+        engine.synchronize()
+    finally:  # a failed update is told, and holds on to nothing
+        unpatch_model(engine)
+        engine.close()
+        _lift_device_limit(engine.device)
+        del engine
+        gc.collect()
 
 
 def _open_books(options: OffloadOptions) -> tuple[Ledger, Ledger]:

@@ -48,7 +48,7 @@ class Engine:
         self.slots = slots
         self.disk = disk
         self.plan = plan
-        self._written: dict[int, int] = {}  # versions of the parameters, as last seen
+        self._written = self._versions()  # of the parameters, as last seen
         self.called_edges: set[int] = set()  # units that a module's call has waited for
         self.defers_logits = False
         self.vocabulary: int | None = None  # of the head, where there is one
@@ -130,7 +130,7 @@ class Engine:
         """Before a forward: see which parameters were written in place, and follow them."""
         versions = self._versions()
         changed = [u for u in self.units if self._written.get(u.index) != versions[u.index]]
-        if changed and self._written:
+        if changed:
             self.synchronize()
             self.weights_replaced(changed)
         self._written = versions

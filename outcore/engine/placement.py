@@ -66,6 +66,8 @@ def build_units(model: nn.Module, options: OffloadOptions) -> list[Unit]:
     homes = (options.for_blocks(name, len(blocks)) for name in ("weights", "state"))
     for unit, weights, state in zip(blocks, *homes, strict=True):
         unit.weights_home, unit.state_home = weights, state
+    if options.activations != "auto":
+        options.for_blocks("activations", len(blocks))  # refuses a list of another length
     return units
 
 

@@ -18,7 +18,12 @@ class SavedInputs:
         self._store = store
         self._waiting: WaitingInput | None = None
         self._position = None if store is None else _hidden_position(tensors)
-        self._version = 0 if self._position is None else tensors[self._position]._version
+        self._counter: Tensor | None = None  # no memory, only the count of writes to the input
+        self._version = 0
+        if self._position is not None:
+            self._counter = tensors[self._position].detach()
+            self._version = self._counter._version
+            self._counter.data = self._counter.new_empty(0)
 
     def on_device(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return what autograd is to save."""
@@ -45,6 +50,12 @@ class SavedInputs:
             raise RuntimeError(
                 "Trying to backward through the graph a second time: pass retain_graph=True to the "
                 "first backward()"
+            )
+        assert self._counter is not None
+        if self._counter._version != self._version:  # as autograd does for what it saves itself
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation: the input of a block, after the block has run"
             )
         tensors.insert(self._position, self._store.get(self._waiting))
         if not torch._C._autograd._get_current_graph_task_keep_graph():

@@ -41,6 +41,7 @@ from outcore.stream.unit import Unit
 
 MAX_CHUNK_ELEMENTS = 1 << 25
 NUM_HELPING = 2  # one visit comes while the other goes
+BUILT_ON_DEVICE = ("optimizer state", "gradients", "gradient buffers")  # and there to stay
 DEVICE_STATE = ("lodged state", "state visits")  # purposes in the device's books
 
 
@@ -115,9 +116,16 @@ class OptimizerBackend:
                 "Use the first one, or offload the model anew."
             )
         remainders = [unit.remainder for unit in self.units]
+        taken = self._device_ledger.taken()
         try:
             self._build(passing, check)
         except BaseException:
+            for purpose, num_bytes in self._device_ledger.taken().items():
+                if purpose in BUILT_ON_DEVICE:
+                    self._device_ledger.give_back(purpose, num_bytes - taken.get(purpose, 0))
+            if self._disk is not None:
+                self._disk.close()
+                self._disk = None
             for lane in self._lanes:
                 lane.close()
             for unit, remainder in zip(self.units, remainders, strict=True):
@@ -215,8 +223,20 @@ class OptimizerBackend:
         for update in updates:
             unit = update.chunk.unit
             unit.update_queued([*(f for f in unit.pending if not f.is_done), update.weight_ready])
+        left = list(updates)
+        try:
+            self._hand_over(left)
+        except BaseException as error:  # nobody has the rest: whoever waits for it must not hang
+            for update in left:
+                update.fail(error)
+            raise
+        if self._waiting is not None:
+            self._prefetch()
+
+    def _hand_over(self, left: list[ChunkUpdate]) -> None:
+        """Give each update to its updater; those that have none yet stay in ``left``."""
         on_host = []
-        for update in updates:
+        for update in list(left):
             unit = update.chunk.unit
             if unit.state_home == "device":
                 self._update_on_device(update)
@@ -227,11 +247,12 @@ class OptimizerBackend:
                 self._lodgers.update(update)
             else:
                 on_host.append(update)
+                continue
+            left.remove(update)
         if on_host:
             assert self._queue is not None
             self._queue.push(on_host)
-        if self._waiting is not None:
-            self._prefetch()
+            left.clear()
 
     def begin_forward(self) -> None:
         """Say that all updates of this step have been queued, in passing mode."""
@@ -333,6 +354,8 @@ class OptimizerBackend:
         try:
             self._settle(lodged, largest, num_helping)
         except torch.OutOfMemoryError:  # fragments: they save time, and nothing needs them
+            if self._lodgers is not None:
+                self._lodgers.close()  # its copies must land before their memory is used again
             self._lodgers = None
             for purpose, num_bytes in zip(DEVICE_STATE, sizes, strict=True):
                 self._device_ledger.give_back(purpose, num_bytes)

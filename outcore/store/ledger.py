@@ -75,6 +75,11 @@ class Ledger:
         with self._lock:
             return sum(self._taken.values())
 
+    def taken(self) -> dict[str, int]:
+        """Return the bytes that each purpose has now."""
+        with self._lock:
+            return dict(self._taken)
+
     def peaks(self) -> dict[str, int]:
         """Return the peak bytes of each purpose, largest first."""
         with self._lock:

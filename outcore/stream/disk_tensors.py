@@ -121,6 +121,7 @@ class DiskTensors:
             self._scratch.close()
             raise
         self._lanes = DiskLanes(self._scratch, staging)
+        self.is_closed = False
         self._never_written = set(range(len(layout.records)))
         self._staged: dict[int, Tensor] = {}  # whole buffers that are lent, by address
         self.tensors = []
@@ -153,8 +154,10 @@ class DiskTensors:
 
     def close(self) -> None:
         """End the lanes and delete the file; ``mapped`` stays readable."""
+        self.is_closed = True
         self._lanes.close()
         self._scratch.close()
+        self.tensors.clear()  # they refer to this, and so to the staging buffers
 
 
 def copy_from_disk(source: DiskTensor, target: Tensor, device: torch.device) -> None:

@@ -293,6 +293,7 @@ def test_no_repeated_blocks(kind: str) -> None:
         ({"state": ["host", "host"]}, "state has 2 entries, but the model has 3 blocks"),
         ({"activations": ["keep", "auto", "keep"]}, "activations must be one of .*not 'auto'"),
         ({"num_visits": -1}, "num_visits must be 0 or more"),
+        ({"activations": ["keep"]}, "activations has 1 entries, but the model has 3 blocks"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
@@ -375,6 +376,17 @@ def test_casting_is_refused(method: str) -> None:
         model.to(torch.float16)
     assert model.model.layers[0].mlp.up_proj.weight.data_ptr() == home
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
+
+
+def test_loading_other_parameter_objects_is_refused() -> None:
+    model = offloaded(LLAMA.make())
+    state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    before = float(model(**batch_of()).loss)
+    with pytest.raises(outcore.OutcoreError, match="assign"):
+        model.load_state_dict(state, assign=True)
+    assert float(model(**batch_of()).loss) == before
+    model.load_state_dict(state)
+    assert float(model(**batch_of()).loss) != before
 
 
 def test_moving_to_where_it_is_already() -> None:

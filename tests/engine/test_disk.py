@@ -262,3 +262,62 @@ def test_a_few_resident_blocks_do_not_run_out_of_staging(disk: Path) -> None:
         train(model, optimizer, range(2))
         outcore.synchronize(model)
     outcore.release(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weights", ["host", "device", "disk"])
+def test_parameters_written_before_the_first_forward_count(
+    disk: Path, weights: str, dtype: torch.dtype
+) -> None:
+    """No older master on the host or the disk may come back with the first update."""
+
+    def run(written_late: bool) -> list[Tensor]:
+        model = BY_NAME["llama"].make().train().to(torch.bfloat16)
+        for late in (False, True):
+            if late:
+                model = outcore.offload(
+                    model, device="cpu", dtype=dtype, weights=weights, disk=str(disk)
+                )
+                optimizer = outcore.AdamW(model, lr=1e-2)
+            if late == written_late:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(2)
+        train(model, optimizer, range(2))
+        found = [tensor.clone() for tensor in model.state_dict().values()]
+        outcore.release(model)
+        return found
+
+    with torch.backends.mkldnn.flags(enabled=dtype == torch.float32):
+        assert all(map(torch.equal, run(True), run(False)))
+
+
+def test_an_optimizer_that_could_not_start_leaves_room_for_another(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise outcore.OutOfBudget("no room")
+
+    model = make(disk, state=["device", "disk", "host"])
+    engine = outcore.engine_of(model)
+    assert engine.disk is not None
+    ledgers = engine.device_ledger, engine.host_ledger, engine.disk.ledger
+    with monkeypatch.context() as patched:
+        patched.setattr("outcore.optim.backend.Gradients", refuse)
+        before = [ledger.taken_bytes for ledger in ledgers]
+        with pytest.raises(outcore.OutOfBudget):
+            outcore.AdamW(model)
+    assert engine.device_ledger.taken_bytes == before[0]
+    assert engine.disk.ledger.taken_bytes == before[2]
+    optimizer = outcore.AdamW(model, lr=1e-2)
+    taken = [ledger.taken_bytes for ledger in ledgers]
+    train(model, optimizer, range(2))
+    outcore.release(model)
+
+    model = make(disk, state=["device", "disk", "host"])
+    engine = outcore.engine_of(model)
+    assert engine.disk is not None
+    ledgers = engine.device_ledger, engine.host_ledger, engine.disk.ledger
+    outcore.AdamW(model, lr=1e-2)
+    assert [ledger.taken_bytes for ledger in ledgers] == taken
+    outcore.release(model)

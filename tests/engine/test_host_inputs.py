@@ -48,6 +48,27 @@ def test_inputs_are_on_the_host_and_their_memory_is_used_again() -> None:
     outcore.release(model)
 
 
+def test_batches_of_many_lengths_share_their_memory() -> None:
+    def run(activations: str) -> list[float]:
+        model = make(activations)
+        optimizer = outcore.AdamW(model, lr=1e-2)
+        found = []
+        with injected_delays(0.002, seed=5):
+            for step, length in enumerate((9, 12, 7, 11, 16, 8, 15, 10)):
+                loss = loss_of(model, step, length=length)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+        if activations == "offload":
+            hidden = 4 * 16 * model.config.hidden_size * 4
+            assert input_bytes(model)[1] <= model.config.num_hidden_layers * hidden
+        outcore.release(model)
+        return found
+
+    assert run("offload") == run("recompute")
+
+
 def test_gradients_do_not_depend_on_the_order_of_backwards() -> None:
     def run(activations: str) -> list[float]:
         model = make(activations)
@@ -74,6 +95,23 @@ def test_a_second_backward_is_refused_as_torch_does() -> None:
     loss = loss_of(model)
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    outcore.release(model)
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_an_input_that_is_written_after_its_block_is_noticed(activations: str) -> None:
+    """Its copy to the host may come before or after."""
+    model = make(activations)
+    outcore.AdamW(model, lr=1e-2)
+
+    def write(module: Any, args: tuple[Tensor, ...], output: Any) -> None:
+        with torch.no_grad():
+            args[0].mul_(0)
+
+    model.model.layers[1].register_forward_hook(write)
+    loss = loss_of(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     outcore.release(model)
 

@@ -100,3 +100,19 @@ def test_a_forgotten_model_leaves_nothing_behind(trained: bool) -> None:
         time.sleep(0.02)
         gc.collect()
     assert outcore_threads() - before == set()
+
+
+def test_a_failed_update_does_not_keep_a_model_from_its_release(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = outcore_threads()
+    model = offloaded(BY_NAME["llama"].make())
+    optimizer = outcore.AdamW(model, lr=LR)
+    model(**batch_of()).loss.backward()
+    with monkeypatch.context() as patched:
+        patched.setattr("outcore.optim.updates.ChunkUpdate.apply", lambda *_: 1 / 0)
+        optimizer.step()
+        with pytest.raises(outcore.LaneError, match="division by zero"):
+            outcore.release(model)
+    assert outcore_threads() == before
+    outcore.release(offloaded(model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -197,3 +198,49 @@ def test_refused_gradients_change_nothing_and_lose_no_buffer(late_lodgers: list[
 
     plain, refused = run(0), run(RING_BUFFERS + 1)
     assert differing(plain, refused) == []
+
+
+@pytest.mark.timeout(30)
+def test_an_update_that_fails_in_step_leaves_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model(state=["device", "host", "host", "host"])
+    optimizer = outcore.AdamW(model, lr=1e-2)
+    loss_of(model, 0).backward()
+
+    def fail(update: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(outcore.engine_of(model).backend, "_update_on_device", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    with pytest.raises(outcore.LaneError, match="no room"):
+        outcore.synchronize(model)
+    with pytest.raises(outcore.LaneError, match="no room"):
+        loss_of(model, 0)
+
+
+def test_state_that_finds_no_room_on_the_device_leaves_nothing_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_room(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    def run(**options: Any) -> dict[str, Tensor]:
+        model = make_model(**options)
+        optimizer = outcore.AdamW(model, lr=1e-2)
+        with injected_delays(0.005, seed=0):
+            for step in range(3):
+                loss_of(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found = everything(model, optimizer)
+        taken = outcore.engine_of(model).device_ledger._taken
+        assert not taken.get("lodged state")
+        assert "outcore-lodged-state" not in {thread.name for thread in threading.enumerate()}
+        outcore.release(model)
+        return found
+
+    expected = run(num_visits=0)
+    monkeypatch.setattr("outcore.optim.backend.Visitor", no_room)
+    assert not differing(run(num_visits=4), expected)
