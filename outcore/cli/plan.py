@@ -135,7 +135,7 @@ def plan_command(
 
         outcore plan qwen2.5-32b --machine h200-pcie5 --state compact --disk /scratch:500GiB
 
-        outcore plan qwen2.5-14b --machine rtx-4090 --compare --train-tokens 1e9
+        outcore plan llama-3.1-8b --machine rtx-4090 --compare --train-tokens 1e9
     """
     console = console_for(json_file)
     check_file(json_file if json_file != "-" else None, "--json")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+from os import PathLike
 from typing import Any, TypeVar
 
 import torch
@@ -46,7 +47,7 @@ def offload(
     device: str | torch.device | None = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
-    disk: str | None = None,
+    disk: str | PathLike[str] | None = None,
     micro_batch: int | None = None,
     weights: Choice = "host",
     state: Choice = "host",

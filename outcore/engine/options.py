@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ def check_options(
     device: str | torch.device | None,
     device_memory: int | str | None,
     host_memory: int | str | None,
-    disk: str | None,
+    disk: str | PathLike[str] | None,
     micro_batch: int | None,
     weights: Choice,
     state: Choice,
@@ -215,7 +216,7 @@ def _device(device: str | torch.device | None) -> torch.device:
 
 
 def _disk(
-    disk: str | None, weights: str | tuple[str, ...], state: str | tuple[str, ...]
+    disk: str | PathLike[str] | None, weights: str | tuple[str, ...], state: str | tuple[str, ...]
 ) -> DiskBudget | None:
     if "disk" not in (weights, state) and "disk" not in (*weights, *state):
         return None

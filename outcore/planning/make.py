@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 from outcore.machine import machine_named
@@ -28,9 +30,9 @@ def plan(
     machine: str | Machine = "here",
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
-    disk: str | None = None,
+    disk: str | PathLike[str] | None = None,
     clipping: bool = True,
-    dtype: Literal["bf16", "fp32"] = "bf16",
+    dtype: Literal["bf16", "fp32"] | torch.dtype | None = None,
     state_format: StateFormat = "fp32",
     micro_batch: int | None = None,
     objective: Literal["speed", "memory"] = "speed",
@@ -43,17 +45,23 @@ def plan(
     device_memory, host_memory: budgets such as "24GiB"; None for what is free.
     disk: "/mnt/nvme:500GiB" lets weights and state go there; None: no disk.
     clipping: False for ``AdamW(update_during_backward=True)``.
+    dtype: None for bf16, or fp32 where the device is a CPU and ``state_format`` allows it.
 
     Raises DoesNotFit, with what is missing and what would fit, before anything is allocated.
     """
     spec = spec_of_model(model) if isinstance(model, nn.Module) else model_spec(model)
     found = machine_named(machine) if isinstance(machine, str) else machine
     budget = None if disk is None else parse_disk(disk)
+    if tokens < 1 or seq_len < 1 or tokens % seq_len:
+        raise ValueError(
+            f"tokens ({tokens}) must be a multiple of seq_len ({seq_len}): a step has whole "
+            "sequences"
+        )
     job = Job(
         tokens=tokens,
         seq_len=seq_len,
         clips=clipping,
-        dtype=dtype,
+        dtype=_dtype(dtype, found, state_format),
         state_format=state_format,
         micro_batch=micro_batch,
         budgets=Budgets(
@@ -65,6 +73,23 @@ def plan(
         objective=objective,
     )
     return make_plan(spec, found, job)
+
+
+def _dtype(
+    dtype: str | torch.dtype | None, machine: Machine, state_format: str
+) -> Literal["bf16", "fp32"]:
+    if dtype is None:
+        on_cpu = machine.device_name.lower().startswith("cpu")
+        return "fp32" if on_cpu and state_format == "fp32" else "bf16"
+    names: dict[Any, Literal["bf16", "fp32"]] = {
+        "bf16": "bf16",
+        "fp32": "fp32",
+        torch.bfloat16: "bf16",
+        torch.float32: "fp32",
+    }
+    if dtype not in names:
+        raise ValueError(f'dtype must be "bf16" or "fp32", or torch\'s name of it, not {dtype!r}')
+    return names[dtype]
 
 
 def _bytes(size: int | str | None, what: str) -> int | None:

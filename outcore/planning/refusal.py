@@ -6,6 +6,7 @@ a smaller format of optimizer state are the user's to choose.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -112,7 +113,8 @@ def _changes(
         more = replace(job, budgets=everywhere)
         if fits(more):
             names = ", ".join(
-                f"{format_bytes(nearest[t] - limits[t])} more {_OPTIONS[t]}"
+                f"{format_bytes(getattr(everywhere, f'{t}_bytes') - _budget_for(t, limits[t]))} "
+                f"more {_OPTIONS[t]} ({format_bytes(getattr(everywhere, f'{t}_bytes'))})"
                 for t in _over(nearest, limits)
             )
             found.append(Change(what=names, job=more))
@@ -129,19 +131,32 @@ def _larger_budget(
     alone = wanted[fits.all(axis=1), index]
     if not len(alone):
         return None
-    least = int(alone.min())
-    more = least - limits[tier]
-    text = f"{format_bytes(more)} more {_OPTIONS[tier]} ({format_bytes(least)})"
-    budgets = _budgets(job, {tier: least})
+    budgets = _budgets(job, {tier: int(alone.min())})
+    budget = getattr(budgets, f"{tier}_bytes")
+    more = budget - _budget_for(tier, limits[tier])
+    text = f"{format_bytes(more)} more {_OPTIONS[tier]} ({format_bytes(budget)})"
     return Change(what=text, job=replace(job, budgets=budgets))
 
 
 def _budgets(job: Job, num_bytes: dict[str, int]) -> Budgets:
-    """Return budgets of which ``num_bytes`` can be filled."""
-    changed = {f"{tier}_bytes": value for tier, value in num_bytes.items()}
-    if "device" in num_bytes:
-        changed["device_bytes"] = int(num_bytes["device"] / (1 - DEVICE_SLACK)) + 1024
+    """Return budgets of which ``num_bytes`` can be filled, as they are printed."""
+    changed = {
+        f"{tier}_bytes": _round_up(_budget_for(tier, value)) for tier, value in num_bytes.items()
+    }
     return replace(job.budgets, **changed)  # type: ignore[arg-type]
+
+
+def _budget_for(tier: str, num_bytes: int) -> int:
+    """Return the budget of which ``num_bytes`` can be filled: of the device's, not all can."""
+    return int(num_bytes / (1 - DEVICE_SLACK)) + 1024 if tier == "device" else num_bytes
+
+
+def _round_up(num_bytes: int) -> int:
+    """Return the next number that is printed with one decimal and read back as no less."""
+    unit = 1024.0
+    while num_bytes >= 1024 * unit:
+        unit *= 1024
+    return math.ceil(math.ceil((num_bytes + 16) / unit * 10) * unit / 10) + 8
 
 
 def _growth(budgets: Budgets, limits: dict[str, int]) -> float:

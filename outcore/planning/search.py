@@ -46,6 +46,9 @@ def make_plan(spec: ModelSpec, machine: Machine, job: Job) -> Plan:
     fitting = fitting_choices(table, limits)
     if not len(fitting):
         raise refuse(job, machine, limits, lambda changed: _needs(spec, machine, changed))
+    # A disk wears, and what fits without one does not need it.
+    without_disk = fitting.where((fitting.last_disk_state == 0) & (fitting.last_disk_weights == 0))
+    fitting = without_disk if len(without_disk) else fitting
     best = _fastest(table, fitting, _simple_fitting(table, limits))
     if job.objective == "memory":
         best = _leanest(table, fitting, best)

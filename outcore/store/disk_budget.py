@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike, fspath
 from pathlib import Path
 
 from outcore.store import disk_calls
@@ -21,11 +22,12 @@ class DiskBudget:
     num_bytes: int | None
 
 
-def parse_disk(text: str) -> DiskBudget:
+def parse_disk(text: str | PathLike[str]) -> DiskBudget:
     """Return the budget written as ``PATH:SIZE`` or ``PATH``.
 
     What follows the last colon is a size unless it holds a slash.
     """
+    text = fspath(text)
     path, colon, size = text.rpartition(":")
     if not colon or "/" in size:
         path, colon, size = text, "", ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 
@@ -17,7 +18,8 @@ from outcore.model_spec import ModelSpec, model_spec
 from outcore.planning.memory import budgets_of
 from outcore.planning.plan import Budgets, Job, Plan
 from outcore.planning.plan_json import plan_from_dict, plan_to_dict
-from outcore.planning.search import make_plan, simple_plans
+from outcore.planning.search import fits, make_plan, simple_plans
+from outcore.units import parse_bytes
 
 # Plans whose predicted times differ by less are the same: a plainer one is preferred to a faster.
 EQUAL = 1.01
@@ -162,3 +164,22 @@ def test_types_and_formats_are_those_of_the_job() -> None:
 def test_a_plan_survives_json() -> None:
     plan = make_plan(tiny_spec(), H200, Job(tokens=8192, seq_len=1024))
     assert plan_from_dict(json.loads(json.dumps(plan_to_dict(plan)))) == plan
+
+
+@pytest.mark.parametrize(
+    ("device", "host"), [(None, 40 * GIB), (20 * GIB, 110 * GIB), (9 * GIB, None), (2 * GIB, None)]
+)
+def test_printed_advice_is_true(device: int | None, host: int | None) -> None:
+    """A budget that a refusal prints in brackets fits when it is given as printed."""
+    spec = model_spec("qwen2.5-14b")
+    budgets = Budgets(device_bytes=device, host_bytes=host, disk_bytes=0)
+    job = Job(tokens=32_768, seq_len=2048, budgets=budgets)
+    with pytest.raises(DoesNotFit) as refused:
+        make_plan(spec, H200, job)
+    advice = str(refused.value).split("It would fit with: ")[1].split("; ")
+    sizes = [re.findall(r"more (device|host) memory \(([^)]*)\)", part) for part in advice]
+    assert any(sizes)
+    for printed in filter(None, sizes):
+        given = {f"{tier}_bytes": parse_bytes(size) for tier, size in printed}
+        changed = replace(job, budgets=replace(budgets, **given))
+        assert fits(spec, H200, changed), printed
