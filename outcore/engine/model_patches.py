@@ -169,6 +169,8 @@ def _patch_methods(model: nn.Module, engine: Engine) -> None:
     save: Any = getattr(model, "save_pretrained", None)
     if save is not None:
         replacements["save_pretrained"] = functools.partial(_save_pretrained, save)
+    if hasattr(model, "resize_token_embeddings"):
+        replacements["resize_token_embeddings"] = _refuse_resize
     for name, value in replacements.items():
         _replace(engine, model, name, value)
     for module in model.modules():
@@ -255,6 +257,13 @@ def _refuse_apply(*_: Any, **__: Any) -> nn.Module:
     raise OutcoreError(
         "an offloaded model cannot be moved or cast: call outcore.release(model) first, or "
         "offload it anew for another device or type"
+    )
+
+
+def _refuse_resize(*_: Any, **__: Any) -> nn.Module:
+    raise OutcoreError(
+        "the embedding of an offloaded model cannot be resized: resize before outcore.offload, or "
+        "call outcore.release(model) first"
     )
 
 

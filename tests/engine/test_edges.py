@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from families import BY_NAME
 from transformers import DebertaV2ForMaskedLM
@@ -35,3 +36,11 @@ def test_a_weight_that_a_parent_reads_directly_is_updated_before() -> None:
         return found
 
     assert run(0.0) == run(0.02)
+
+
+def test_resizing_the_embedding_is_refused_until_release() -> None:
+    model = outcore.offload(BY_NAME["llama"].make(), device="cpu")
+    with pytest.raises(outcore.OutcoreError, match=r"resize before outcore\.offload"):
+        model.resize_token_embeddings(200)
+    outcore.release(model)
+    assert model.resize_token_embeddings(200).num_embeddings == 200
