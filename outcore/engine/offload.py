@@ -246,7 +246,9 @@ def _open_books(options: OffloadOptions) -> tuple[Ledger, Ledger]:
         host_budget = int(available * 0.97)
     device_budget = options.device_memory_bytes
     if options.device.type == "cuda":
+        torch.cuda.empty_cache()  # what a released model has left to the allocator is free
         free, total = torch.cuda.mem_get_info(options.device)
+        limit = device_budget
         if device_budget is not None and device_budget > total:
             raise ValueError(
                 f"device_memory is {format_bytes(device_budget)}, but the GPU has "
@@ -254,9 +256,12 @@ def _open_books(options: OffloadOptions) -> tuple[Ledger, Ledger]:
             )
         if device_budget is None:
             device_budget = int(free * 0.98)
+            # The limit counts what the process holds already, for another model say; free does not.
+            limit = device_budget + torch.cuda.memory_reserved(options.device)
+        assert limit is not None
         _use_expandable_segments()
         # The allocator itself refuses more: a budget that is only planned is not a budget.
-        torch.cuda.set_per_process_memory_fraction(min(1.0, device_budget / total), options.device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), options.device)
     return Ledger("host", host_budget), Ledger("device", device_budget)
 
 

@@ -56,6 +56,7 @@ class DiskUpdater:
         self._all_written = Lane("disk-all-written")
         self._queue: queue.SimpleQueue[ChunkUpdate | None] = queue.SimpleQueue()
         self._last: dict[tuple[int, int], Fence] = {}
+        self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="outcore-disk-adamw", daemon=True)
         self._thread.start()
 
@@ -71,6 +72,7 @@ class DiskUpdater:
 
     def close(self) -> None:
         """Finish what was begun, fail what waits, and end the thread."""
+        self._is_closing = True
         self._queue.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5)
@@ -95,6 +97,9 @@ class DiskUpdater:
                 except BaseException as error:
                     update.fail(error)
                 del update  # hold no tensor while idle
+            if self._is_closing:
+                self._give_up(ahead)
+                return
             if ahead:
                 self._run_one(ahead.popleft())
 
@@ -124,7 +129,10 @@ class DiskUpdater:
             return
         update.gradient_read(None)
         self.num_updated += update.chunk.numel
-        self._write_back(staged)
+        try:
+            self._write_back(staged)
+        except BaseException as error:  # the lanes were closed: this thread must not end here
+            update.fail(error)
 
     def _write_back(self, staged: _Staged) -> None:
         update, chunk, weight = staged.update, staged.update.chunk, staged.tensors[0]

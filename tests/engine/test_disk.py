@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -321,3 +322,27 @@ def test_an_optimizer_that_could_not_start_leaves_room_for_another(
     outcore.AdamW(model, lr=1e-2)
     assert [ledger.taken_bytes for ledger in ledgers] == taken
     outcore.release(model)
+
+
+@pytest.mark.timeout(30)
+def test_closing_finishes_only_the_update_in_hand(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = []
+
+    def slow(update: Any, *_: Any) -> None:
+        begun.append(update)
+        time.sleep(0.5)
+
+    model = make(disk, **BOTH)
+    optimizer = outcore.AdamW(model, lr=1e-2)
+    loss_of(model, 0).backward()
+    engine = outcore.engine_of(model)
+    monkeypatch.setattr("outcore.optim.updates.ChunkUpdate.apply", slow)
+    for _ in range(4):
+        optimizer.step()
+    on_disk = {unit.index for unit in engine.units if unit.is_on_disk}
+    engine.close()
+    assert sum(update.chunk.unit.index in on_disk for update in begun) <= 2
+    with pytest.raises(LaneError, match="closed"):
+        engine.backend._disk_updater.synchronize()  # type: ignore[union-attr]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from families import BY_NAME, LR, batch_of, offloaded, relative_difference
 
 import outcore
+from outcore.engine.offload import _open_books
 
 FAMILIES = [BY_NAME[name] for name in ("llama", "llama-tied", "gpt2", "t5", "mixtral", "bert")]
 
@@ -116,3 +118,26 @@ def test_a_failed_update_does_not_keep_a_model_from_its_release(
             outcore.release(model)
     assert outcore_threads() == before
     outcore.release(offloaded(model))
+
+
+@pytest.mark.parametrize("budget", [None, 30])
+def test_the_limit_of_a_second_model_leaves_room_for_the_first(
+    monkeypatch: pytest.MonkeyPatch, budget: int | None
+) -> None:
+    """A GPU of 100 bytes, of which a first model holds 60 and the cache of a released one 10."""
+    found: dict[str, float] = {}
+    cached = [10]
+    for name, function in {
+        "empty_cache": lambda: cached.clear(),
+        "mem_get_info": lambda device: (40 - sum(cached), 100),
+        "memory_reserved": lambda device: 60 + sum(cached),
+        "set_per_process_memory_fraction": lambda part, device: found.update(part=part),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr("outcore.engine.offload._use_expandable_segments", lambda: None)
+    options = SimpleNamespace(
+        device=torch.device("cuda"), device_memory_bytes=budget, host_memory_bytes=None
+    )
+    _, device = _open_books(options)  # type: ignore[arg-type]
+    assert device.budget_bytes == (budget or 39)
+    assert found["part"] == ((budget or 60 + 39) / 100)
