@@ -8,7 +8,7 @@ those that are simulated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from outcore.machine.machine import Machine
 from outcore.model_spec import ModelSpec
 from outcore.planning.choice_table import ChoiceTable
-from outcore.planning.choices import TIERS, Choice, Choices
+from outcore.planning.choices import TIERS, Choice, Choices, Counts
 from outcore.planning.cost import Costs, input_bytes
 from outcore.planning.lanes import COMPUTE
 from outcore.planning.memory import budgets_of
@@ -32,6 +32,7 @@ _EQUAL = 0.005  # step times that differ by less are the same; then the plainer 
 _WORK = 16_000  # blocks played while searching, at most; several steps each
 
 Limits = dict[str, int]
+Fits = Callable[[Counts], NDArray[np.bool_]]
 Played = tuple[Choice, Simulated]
 
 
@@ -112,19 +113,17 @@ def filled(table: ChoiceTable, limits: Limits, slots: list[int]) -> Choices:
     n, zeros = table.num_blocks, np.zeros(len(choices), dtype=np.int64)
     if limits["disk"] and not table.is_unified:
         choices = choices.but(
-            last_disk_state=table.extreme(
-                zeros,
+            last_disk_state=_least_that_fits(
+                table,
                 n - choices.first_device_state,
                 lambda x: table.bytes_of(choices.but(last_disk_state=x))[1] <= limits["host"],
-                largest=False,
             )
         )
         choices = choices.but(
-            last_disk_weights=table.extreme(
-                zeros,
+            last_disk_weights=_least_that_fits(
+                table,
                 np.minimum(choices.last_disk_state, n - choices.first_device_weights),
                 lambda x: table.bytes_of(choices.but(last_disk_weights=x))[1] <= limits["host"],
-                largest=False,
             )
         )
         choices = table.capped_visits(choices)
@@ -136,6 +135,12 @@ def filled(table: ChoiceTable, limits: Limits, slots: list[int]) -> Choices:
             largest=True,
         )
     )
+
+
+def _least_that_fits(table: ChoiceTable, most: Counts, fits: Fits) -> Counts:
+    """Return the least counts that fit. None on disk is looked at apart: it needs no staging."""
+    zeros = np.zeros_like(most)
+    return np.where(fits(zeros), 0, table.extreme(zeros, most, fits, largest=False))
 
 
 def _grid(table: ChoiceTable, limits: Limits, slots: list[int]) -> Choices:
