@@ -6,6 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples each time, so that a change is what turns a test red. To look for new ones:
+# pytest --hypothesis-profile=default
+settings.register_profile("same_examples", derandomize=True)
+settings.load_profile("same_examples")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
