@@ -6,7 +6,7 @@ are composite modules of one class. What no block holds (embeddings, final norm,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -100,3 +100,24 @@ def _is_repeated_list(module: nn.Module) -> bool:
 def _inside(name: str, ancestors: dict[str, nn.Module] | set[str]) -> bool:
     pieces = name.split(".")
     return any(".".join(pieces[:depth]) in ancestors for depth in range(1, len(pieces)))
+
+
+def end_module(model: nn.Module, side: str) -> nn.Module | None:
+    """Return the model's "input" embedding or "output" head, None if it names none."""
+    getter = getattr(model, f"get_{side}_embeddings", None)
+    try:
+        return getter() if getter is not None else None
+    except (AttributeError, NotImplementedError):  # as models without one answer
+        return None
+
+
+def runs_as_block(part: Part, ends: Sequence[nn.Module | None]) -> bool:
+    """Whether an edge is norm-like, so that it runs over micro-batches and is recomputed too."""
+    return (
+        not part.is_block
+        and not any(part.module is end for end in ends)
+        and next(part.module.children(), None) is None
+        and not isinstance(part.module, nn.Embedding)
+        and all(parameter.dim() == 1 for parameter in part.parameters.values())
+        and len(part.parameters) == len(dict(part.module.named_parameters()))
+    )

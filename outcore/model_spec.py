@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from outcore.blocks import Part, find_parts
+from outcore.blocks import Part, end_module, find_parts, runs_as_block
 from outcore.shapes import config_from_dict, shape_config, shape_names
 from outcore.store.spans import SpanLayout
 
@@ -163,8 +163,8 @@ def spec_of_model(model: nn.Module, *, name: str | None = None) -> ModelSpec:
     config: Any = model.config
     text = config.get_text_config()
     parts = find_parts(model)
-    ends = [_embedding(model, "input"), _embedding(model, "output")]
-    head = ends[1]
+    ends = [end_module(model, "input"), end_module(model, "output")]
+    embedding, head = (_weight(end) for end in ends)
     blocks: list[BlockSpec] = []
     edges: list[EdgeSpec] = []
     index_in_list: dict[str, int] = {}
@@ -181,9 +181,9 @@ def spec_of_model(model: nn.Module, *, name: str | None = None) -> ModelSpec:
         blocks=tuple(blocks),
         edges=tuple(edges),
         hidden_size=int(text.hidden_size),
-        vocabulary=0 if head is None else int(head.weight.shape[0]),
-        head_parameters=0 if head is None else head.weight.numel(),
-        is_tied=head is not None and ends[0] is not None and head.weight is ends[0].weight,
+        vocabulary=0 if head is None else int(head.shape[0]),
+        head_parameters=0 if head is None else head.numel(),
+        is_tied=head is not None and head is embedding,
     )
 
 
@@ -195,6 +195,8 @@ def auto_class(config: Any) -> Any:
     for suffix, auto in (
         ("ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
         ("ForMaskedLM", "AutoModelForMaskedLM"),
+        ("ForSequenceClassification", "AutoModelForSequenceClassification"),
+        ("ForTokenClassification", "AutoModelForTokenClassification"),
     ):
         if names[0].endswith(suffix):
             return getattr(transformers, auto)
@@ -230,32 +232,22 @@ def _without_init() -> Any:
     return no_init_weights()
 
 
-def _embedding(model: nn.Module, which: str) -> Any:
-    get: Any = getattr(model, f"get_{which}_embeddings", None)
-    try:
-        module = None if get is None else get()
-    except (NotImplementedError, AttributeError):
-        return None
-    return module if isinstance(getattr(module, "weight", None), torch.Tensor) else None
+def _weight(module: nn.Module | None) -> torch.Tensor | None:
+    weight = getattr(module, "weight", None)
+    return weight if isinstance(weight, torch.Tensor) else None
 
 
-def _edge_spec(part: Part, ends: list[Any], num_blocks: int) -> EdgeSpec:
+def _edge_spec(part: Part, ends: list[nn.Module | None], num_blocks: int) -> EdgeSpec:
     layout = SpanLayout.of(part.parameters)
-    runs_as_block = (
-        not any(part.module is end for end in ends)
-        and next(part.module.children(), None) is None
-        and not isinstance(part.module, nn.Embedding)
-        and all(p.dim() == 1 for p in part.parameters.values())
-        and len(part.parameters) == len(dict(part.module.named_parameters()))
-    )
+    is_norm_like = runs_as_block(part, ends)
     whole = (layout.trainable_numel,) if layout.trainable_numel else ()
     return EdgeSpec(
         name=part.name,
         parameters=sum(p.numel() for p in part.parameters.values()),
         numel=layout.numel,
         trainable_numel=layout.trainable_numel,
-        deliveries=whole if runs_as_block else tuple(f.numel for f in layout.trainable),
-        runs_as_block=runs_as_block,
+        deliveries=whole if is_norm_like else tuple(f.numel for f in layout.trainable),
+        runs_as_block=is_norm_like,
         num_blocks_before=num_blocks,
     )
 

@@ -18,6 +18,7 @@ from outcore.engine.checkpoint_files import CheckpointFiles
 from outcore.engine.offload import offload, offload_from, resolve_options
 from outcore.engine.options import OffloadOptions
 from outcore.errors import UnsupportedModel
+from outcore.model_spec import auto_class as auto_class_of
 
 
 def from_config(config: Any, *, auto_class: Any = None, **options: Any) -> Any:
@@ -59,7 +60,7 @@ def load(directory: str | Path, *, auto_class: Any = None, **options: Any) -> An
     model = _on_meta(config, auto_class)
     if not files.holds_all(model):
         # Names or shapes differ (fused experts, an old layout): transformers converts them.
-        auto = auto_class or _auto_class(config)
+        auto = auto_class or auto_class_of(config)
         whole = auto.from_pretrained(path, dtype="auto", use_safetensors=True)
         return offload(whole, **options)
     model = offload_from(model, checked, source=files, plan=plan)
@@ -72,25 +73,9 @@ def load(directory: str | Path, *, auto_class: Any = None, **options: Any) -> An
 
 
 def _on_meta(config: Any, auto_class: Any) -> Any:
-    auto = auto_class or _auto_class(config)
+    auto = auto_class or auto_class_of(config)
     with torch.device("meta"):
         return auto.from_config(config)
-
-
-def _auto_class(config: Any) -> Any:
-    """Return the auto class that the config's architecture belongs to; causal LMs by default."""
-    import transformers
-
-    names = getattr(config, "architectures", None) or [""]
-    for suffix, auto in (
-        ("ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
-        ("ForMaskedLM", "AutoModelForMaskedLM"),
-        ("ForSequenceClassification", "AutoModelForSequenceClassification"),
-        ("ForTokenClassification", "AutoModelForTokenClassification"),
-    ):
-        if names[0].endswith(suffix):
-            return getattr(transformers, auto)
-    return transformers.AutoModelForCausalLM
 
 
 class _Initialised:

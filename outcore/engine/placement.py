@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from outcore.blocks import Part, find_parts
+from outcore.blocks import Part, end_module, find_parts, runs_as_block
 from outcore.engine.options import OffloadOptions
 from outcore.errors import UnsupportedModel
 from outcore.kernels import split_master24, split_master_
@@ -38,7 +38,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 def build_units(model: nn.Module, options: OffloadOptions) -> list[Unit]:
     """Return the model's units, with no memory yet."""
-    heads = [m for m in (_embedding(model, "input"), _embedding(model, "output")) if m is not None]
+    ends = [end_module(model, "input"), end_module(model, "output")]
     units: list[Unit] = []
     first_element = 0
     for part in find_parts(model):
@@ -52,7 +52,7 @@ def build_units(model: nn.Module, options: OffloadOptions) -> list[Unit]:
             Unit(
                 index=len(units),
                 part=part,
-                arrives_whole=part.is_block or runs_as_block(part, heads),
+                arrives_whole=part.is_block or runs_as_block(part, ends),
                 layout=SpanLayout.of(part.parameters),
                 dtype=options.dtype,
                 first_element=first_element,
@@ -69,18 +69,6 @@ def build_units(model: nn.Module, options: OffloadOptions) -> list[Unit]:
     if options.activations != "auto":
         options.for_blocks("activations", len(blocks))  # refuses a list of another length
     return units
-
-
-def runs_as_block(part: Part, heads: list[nn.Module]) -> bool:
-    """Whether an edge is norm-like, so that it runs over micro-batches and is recomputed too."""
-    return (
-        not part.is_block
-        and part.module not in heads
-        and next(part.module.children(), None) is None
-        and not isinstance(part.module, nn.Embedding)
-        and all(parameter.dim() == 1 for parameter in part.parameters.values())
-        and len(part.parameters) == len(dict(part.module.named_parameters()))
-    )
 
 
 def place_units(
@@ -225,15 +213,7 @@ def retie(model: nn.Module, replaced: Replaced) -> None:
                 module._parameters[name] = replaced[id(parameter)][1]
 
 
-def _embedding(model: nn.Module, side: str) -> nn.Module | None:
-    getter = getattr(model, f"get_{side}_embeddings", None)
-    try:
-        return getter() if getter is not None else None
-    except (AttributeError, NotImplementedError):
-        return None
-
-
 def output_head(model: nn.Module) -> nn.Linear | None:
     """Return the plain linear layer that makes the logits, None if there is none."""
-    head = _embedding(model, "output")
+    head = end_module(model, "output")
     return head if type(head) is nn.Linear else None
