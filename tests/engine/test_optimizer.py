@@ -9,47 +9,16 @@ import pytest
 import torch
 from families import (
     BETAS,
-    BY_NAME,
     LR,
     batch_of,
     gradients_of,
-    groups_of,
     offloaded,
     relative_difference,
 )
 from torch import Tensor
+from training import LLAMA, PLACEMENTS, assert_equal, copied, train, weights_of
 
 import outcore
-
-LLAMA = BY_NAME["llama"]
-PLACEMENTS: list[dict[str, Any]] = [
-    {},
-    {"state": "device"},
-    {"weights": "device", "num_visits": 2},
-    {"weights": "device", "state": "device"},
-    {"num_slots": 1, "num_visits": 3, "activations": "keep"},
-]
-
-
-def weights_of(model: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
-
-
-def train(model: Any, optimizer: Any, seeds: range, schedule: Any = None) -> list[float]:
-    losses = []
-    for seed in seeds:
-        optimizer.zero_grad()
-        loss = model(**batch_of(seed=seed)).loss
-        loss.backward()
-        optimizer.step()
-        if schedule is not None:
-            schedule.step()
-        losses.append(float(loss.detach()))
-    return losses
 
 
 def test_groups_and_schedulers() -> None:
@@ -94,133 +63,6 @@ def test_one_cycle_changes_betas_too() -> None:
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=6)
         runs.append(train(net, optimizer, range(5), schedule))
     assert runs[1] == pytest.approx(runs[0], rel=1e-5)
-
-
-@pytest.mark.parametrize("options", PLACEMENTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_resuming_gives_the_bits_of_the_uninterrupted_run(
-    options: dict[str, Any], dtype: torch.dtype
-) -> None:
-    def start() -> tuple[Any, outcore.AdamW, Any]:
-        model = offloaded(LLAMA.make(), dtype=dtype, **options)
-        optimizer = outcore.AdamW(groups_of(model), lr=LR, betas=BETAS, max_grad_norm=1.0)
-        return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-
-    with torch.backends.mkldnn.flags(enabled=dtype == torch.float32):
-        model, optimizer, schedule = start()
-        train(model, optimizer, range(3), schedule)
-        saved = {
-            "model": weights_of(model),
-            "optimizer": _copied(optimizer.state_dict()),
-            "schedule": schedule.state_dict(),
-        }
-        losses = train(model, optimizer, range(3, 5), schedule)
-        expected = weights_of(model)
-
-        model, optimizer, schedule = start()
-        train(model, optimizer, range(7, 8))  # some other state, which loading replaces
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        schedule.load_state_dict(saved["schedule"])
-        assert train(model, optimizer, range(3, 5), schedule) == losses
-        assert_equal(weights_of(model), expected)
-
-
-@pytest.mark.xfail(reason="a limit: loading the model clears the remainders", strict=True)
-def test_the_order_of_loading_does_not_matter() -> None:
-    """The optimizer first, the model second: in bf16 the remainders belong to the optimizer."""
-    runs = []
-    with torch.backends.mkldnn.flags(enabled=False):
-        model = offloaded(LLAMA.make(), dtype=torch.bfloat16)
-        optimizer = outcore.AdamW(model, lr=LR)
-        train(model, optimizer, range(2))
-        saved = weights_of(model), _copied(optimizer.state_dict())
-        for model_first in (True, False):
-            model = offloaded(LLAMA.make(), dtype=torch.bfloat16)
-            optimizer = outcore.AdamW(model, lr=LR)
-            if model_first:
-                model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-            if not model_first:
-                model.load_state_dict(saved[0])
-            train(model, optimizer, range(2, 4))
-            runs.append(weights_of(model))
-    assert_equal(runs[1], runs[0])
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """As torch.save and torch.load would give it back."""
-    import io
-
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-@pytest.mark.parametrize("options", PLACEMENTS)
-def test_loading_the_state_of_torch_adamw(options: dict[str, Any]) -> None:
-    plain = LLAMA.make()
-    theirs = torch.optim.AdamW(groups_of(plain), lr=LR, betas=BETAS)
-    train(plain, theirs, range(2))
-    model = offloaded(LLAMA.make(), **options)
-    ours = outcore.AdamW(groups_of(model), lr=1.0)
-    model.load_state_dict(plain.state_dict())
-    ours.load_state_dict(theirs.state_dict())
-    expected = train(plain, theirs, range(2, 5))
-    assert train(model, ours, range(2, 5)) == pytest.approx(expected, rel=1e-5)
-    outcore.synchronize(model)
-    for (name, parameter), reference in zip(
-        model.named_parameters(), plain.parameters(), strict=True
-    ):
-        assert relative_difference(parameter, reference) <= 1e-5, name
-
-
-def test_torch_adamw_loads_our_state() -> None:
-    model = offloaded(LLAMA.make())
-    ours = outcore.AdamW(groups_of(model), lr=LR, betas=BETAS)
-    train(model, ours, range(2))
-    plain = LLAMA.make()
-    plain.load_state_dict(model.state_dict())
-    theirs = torch.optim.AdamW(groups_of(plain), lr=1.0)
-    theirs.load_state_dict(_copied(ours.state_dict()))
-    for group in theirs.param_groups:  # what ours does not have
-        for key, value in theirs.defaults.items():
-            group.setdefault(key, value)
-    assert train(plain, theirs, range(2, 4)) == pytest.approx(
-        train(model, ours, range(2, 4)), rel=1e-5
-    )
-
-
-def test_loading_an_empty_state_forgets_the_old_one() -> None:
-    model = offloaded(LLAMA.make())
-    optimizer = outcore.AdamW(groups_of(model), lr=LR)
-    plain = LLAMA.make()
-    empty = torch.optim.AdamW(groups_of(plain), lr=LR).state_dict()
-    train(model, optimizer, range(2))
-    optimizer.load_state_dict(empty)
-    assert all(not entry["exp_avg"].any() for entry in optimizer.state.values())
-    assert all(not entry["exp_avg_sq"].any() for entry in optimizer.state.values())
-
-
-def test_a_state_that_does_not_fit_changes_nothing() -> None:
-    model = offloaded(LLAMA.make())
-    optimizer = outcore.AdamW(model, lr=LR)
-    train(model, optimizer, range(2))
-    before = _copied(optimizer.state_dict())
-    wrong = _copied(optimizer.state_dict())
-    for entry in wrong["state"].values():
-        entry["exp_avg"].zero_()
-    wrong["state"][len(wrong["state"]) - 1]["exp_avg"] = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"\(3,\)"):
-        optimizer.load_state_dict(wrong)
-    after = optimizer.state_dict()
-    for index, entry in before["state"].items():
-        assert torch.equal(entry["exp_avg"], after["state"][index]["exp_avg"]), index
-    wrong = _copied(optimizer.state_dict())
-    wrong["param_groups"][0]["params"].pop()
-    with pytest.raises(ValueError, match="param groups"):
-        optimizer.load_state_dict(wrong)
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.3, 1e6])
@@ -476,7 +318,7 @@ def test_a_gradient_that_is_not_finite(on_non_finite: str, options: dict[str, An
     model = offloaded(LLAMA.make(), **options)
     optimizer = outcore.AdamW(model, lr=LR, max_grad_norm=1.0, on_non_finite=on_non_finite)
     train(model, optimizer, range(2))
-    weights, state = weights_of(model), _copied(optimizer.state_dict())
+    weights, state = weights_of(model), copied(optimizer.state_dict())
     optimizer.zero_grad()
     handle = _poison(model, 1)
     model(**batch_of(seed=5)).loss.backward()

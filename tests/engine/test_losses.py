@@ -1,0 +1,232 @@
+"""Losses and logits of an offloaded model: those of the plain one, and never whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families import (
+    BY_NAME,
+    VOCAB,
+    batch_of,
+    offloaded,
+)
+from torch import Tensor
+from torch.nn import functional as F
+from training import LLAMA, assert_same_gradients, with_optimizer
+
+
+def test_custom_loss_on_logits() -> None:
+    batch = batch_of()
+
+    def loss_of(model: Any) -> Tensor:
+        logits = model(input_ids=batch["input_ids"]).logits
+        return (logits.log_softmax(-1)[..., 5] ** 2).mean() + logits[:, 3].tanh().sum()
+
+    assert_same_gradients(loss_of)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_cross_entropy_outside_the_model(reduction: str, label_smoothing: float) -> None:
+    batch = batch_of()
+
+    def loss_of(model: Any) -> Tensor:
+        logits = model(input_ids=batch["input_ids"]).logits
+        loss = F.cross_entropy(
+            logits[:, :-1].reshape(-1, VOCAB),
+            batch["labels"][:, 1:].reshape(-1),
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+        return loss.square().sum() if reduction == "none" else loss
+
+    assert_same_gradients(loss_of)
+
+
+def test_cross_entropy_with_classes_in_the_middle() -> None:
+    batch = batch_of()
+
+    def loss_of(model: Any) -> Tensor:
+        logits = model(input_ids=batch["input_ids"]).logits
+        return F.cross_entropy(logits.transpose(1, 2), batch["labels"])
+
+    assert_same_gradients(loss_of)
+
+
+def test_number_of_items_in_the_batch() -> None:
+    batch = batch_of()
+    assert_same_gradients(lambda model: model(**batch, num_items_in_batch=17).loss)
+
+
+def test_loss_times_a_factor() -> None:
+    batch = batch_of()
+    assert_same_gradients(lambda model: model(**batch).loss * 3.5 + 1)
+
+
+def test_loss_and_a_penalty_on_its_logits() -> None:
+    batch = batch_of()
+
+    def loss_of(model: Any) -> Tensor:
+        output = model(**batch)
+        return output.loss + 1e-2 * output.logits.logsumexp(-1).square().mean()
+
+    assert_same_gradients(loss_of)
+
+
+def test_custom_loss_on_hidden_states() -> None:
+    batch = batch_of()
+
+    def loss_of(model: Any) -> Tensor:
+        output = model(**batch, output_hidden_states=True)
+        assert len(output.hidden_states) == 4
+        return output.loss + sum(h.square().mean() for h in output.hidden_states)
+
+    assert_same_gradients(loss_of)
+
+
+def test_custom_loss_through_the_inner_model() -> None:
+    batch = batch_of()
+
+    def loss_of(model: Any) -> Tensor:
+        hidden = model.model(input_ids=batch["input_ids"]).last_hidden_state
+        return model.lm_head(hidden).square().mean()
+
+    assert_same_gradients(loss_of)
+
+
+def test_a_loss_that_is_an_autograd_function_of_its_own() -> None:
+    batch = batch_of()
+
+    class SquareSum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return (x * x).sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+            return 2 * grad * ctx.saved_tensors[0]
+
+    assert_same_gradients(lambda model: SquareSum.apply(model(input_ids=batch["input_ids"]).logits))
+
+
+def test_logits_that_were_first_read_without_gradients() -> None:
+    """An accuracy is often computed under no_grad before the loss."""
+    batch = batch_of()
+
+    def loss_of(model: Any) -> Tensor:
+        logits = model(input_ids=batch["input_ids"]).logits
+        with torch.no_grad():
+            (logits.argmax(-1) == batch["labels"]).float().mean()
+        return F.cross_entropy(logits.view(-1, VOCAB), batch["labels"].view(-1))
+
+    assert_same_gradients(loss_of)
+
+
+def test_mixed_losses_of_logits_read_without_gradients() -> None:
+    """As before, but with a second term that has gradients and so hides the missing ones."""
+    batch = batch_of()
+
+    def loss_of(model: Any) -> Tensor:
+        output = model(input_ids=batch["input_ids"], output_hidden_states=True)
+        with torch.no_grad():
+            output.logits.argmax(-1)
+        return output.logits.square().mean() + output.hidden_states[1].square().mean()
+
+    assert_same_gradients(loss_of)
+
+
+def test_logits_are_usable_like_a_tensor() -> None:
+    batch = batch_of()
+    expected = LLAMA.make()(**batch).logits.detach()
+    logits = offloaded(LLAMA.make())(**batch).logits
+    assert isinstance(logits, Tensor)
+    assert logits.shape == expected.shape
+    assert logits.size(-1) == VOCAB
+    assert logits.dtype == torch.float32
+    assert logits.requires_grad
+    assert len(logits) == len(expected)
+    for function in (
+        lambda x: x.argmax(-1),
+        lambda x: x.detach().numpy(),
+        lambda x: x[0, 1].tolist(),
+        lambda x: torch.stack([x, x])[1, 2],
+        lambda x: torch.cat((x, x)).float().cpu(),
+        lambda x: x.softmax(-1).topk(3).indices,
+        lambda x: next(iter(x)),
+        lambda x: x.clone().mul_(2),
+        lambda x: x.to(torch.float64).sum(),
+        lambda x: (x / 2).tanh() * 2,
+        lambda x: x[..., 0],
+        lambda x: x[:, -1:, :].contiguous(),
+        lambda x: x.reshape(-1),
+        lambda x: x.view(-1, VOCAB)[3],
+        lambda x: x.gather(-1, batch["input_ids"].unsqueeze(-1)),
+    ):
+        ours, theirs = function(logits), function(expected)
+        torch.testing.assert_close(
+            torch.as_tensor(ours).detach(), torch.as_tensor(theirs), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_logits_after_the_loss_and_its_backward() -> None:
+    batch = batch_of()
+    expected = LLAMA.make()(**batch).logits.detach()
+    model, _ = with_optimizer(offloaded(LLAMA.make()))
+    output = model(**batch)
+    output.loss.backward()
+    torch.testing.assert_close(output.logits.detach(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_after_the_step_are_not_those_of_the_new_weights() -> None:
+    """Either the logits of the forward, or an error: never other values."""
+    batch = batch_of()
+    expected = LLAMA.make()(**batch).logits.detach()
+    model, optimizer = with_optimizer(offloaded(LLAMA.make()))
+    output = model(**batch)
+    output.loss.backward()
+    optimizer.step()
+    optimizer.synchronize()
+    try:
+        logits = output.logits.detach()
+    except RuntimeError:
+        return
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_all_labels_masked() -> None:
+    batch = batch_of()
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    theirs = LLAMA.make()(**batch).loss
+    ours = offloaded(LLAMA.make())(**batch).loss
+    assert torch.equal(ours.detach().isnan(), theirs.detach().isnan())
+
+
+def test_mean_of_chunks_is_the_mean_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than a chunk holds: chunks of 64 rows out of 5 x 40."""
+    monkeypatch.setattr("outcore.engine.chunked_loss.CHUNK_LOGITS", 64 * VOCAB)
+    batch = batch_of(seq_len=40)
+    assert_same_gradients(lambda model: model(**batch).loss)
+    assert_same_gradients(lambda model: model(**batch).loss, BY_NAME["gemma2"])
+    assert_same_gradients(lambda model: model(**batch).loss, BY_NAME["bert"])
+
+
+def test_the_logits_of_a_whole_batch_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    linear = F.linear
+
+    def watched(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.shape[0] == VOCAB:
+            rows.append(x.shape[:-1].numel())
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr("outcore.engine.chunked_loss.CHUNK_LOGITS", 64 * VOCAB)
+    monkeypatch.setattr(F, "linear", watched)
+    for family in (LLAMA, BY_NAME["gemma2"], BY_NAME["granite"], BY_NAME["cohere"]):
+        rows.clear()
+        model, _ = with_optimizer(offloaded(family.make()))
+        model(**batch_of(seq_len=40)).loss.backward()
+        assert rows, family.name
+        assert max(rows) <= 64, family.name
