@@ -382,6 +382,3 @@ def test_moving_to_where_it_is_already() -> None:
     assert model.to(torch.float32) is model
     with pytest.raises(outcore.OutcoreError, match="offload"):
         model.to("meta")
-
-
-# The environment

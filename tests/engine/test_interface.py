@@ -1,4 +1,4 @@
-"""An offloaded model is still a Hugging Face model: losses, outputs, gradients, modes."""
+"""An offloaded model is still a Hugging Face model: outputs, gradients, modes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from torch import Tensor
 from training import LLAMA, assert_same_gradients, with_optimizer
 
 import outcore
-
 
 # Outputs and inputs
 
