@@ -44,8 +44,10 @@ SETTINGS = {
     "7b-24g-no-clip": Setting(shape="qwen2.5-7b", clips=False, plan={"device_memory": "24GiB"}),
     "3b": Setting(shape="qwen2.5-3b"),
     "3b-16g": Setting(shape="qwen2.5-3b", plan={"device_memory": "16GiB"}),
-    "14b": Setting(shape="qwen2.5-14b"),
-    "32b-compact": Setting(shape="qwen2.5-32b", plan={"state_format": "compact"}),
+    "14b": Setting(shape="qwen2.5-14b", steps=4, warmup_steps=2),
+    "32b-compact": Setting(
+        shape="qwen2.5-32b", steps=3, warmup_steps=2, plan={"state_format": "compact"}
+    ),
     "72b-minimal": Setting(
         shape="qwen2.5-72b",
         sequences=7,

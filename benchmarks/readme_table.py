@@ -1,9 +1,10 @@
 """Measures every training figure that the README claims, in one run on one machine.
 
-    python benchmarks/readme_table.py --json FILE [--only 7b,3b]
+    python benchmarks/readme_table.py --json FILE [--only 7b,3b,3b-clipping]
 
-7b: the Qwen2.5-7B shape under each budget. 3b: the Qwen2.5-3B shape beside the peers, once without
-and once with clipping. Each row runs in a process of its own and is written as soon as it is there.
+7b: the Qwen2.5-7B shape under each budget. 3b and 3b-clipping: the Qwen2.5-3B shape beside the
+peers that update without and with clipping. Each row runs in a process of its own and is written
+as soon as it is there.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ SETTINGS: dict[str, list[Setting]] = {
         ("native, no clipping", "native", "qwen2.5-3b", 16, None, {}),
         ("torchao, no clipping", "torchao", "qwen2.5-3b", 16, None, {}),
         ("roundpipe, no clipping", "roundpipe", "qwen2.5-3b", 16, None, {}),
+    ],
+    "3b-clipping": [
         ("outcore, clipping", "outcore", "qwen2.5-3b", 16, 1.0, {}),
         ("deepspeed, clipping", "deepspeed", "qwen2.5-3b", 16, 1.0, {}),
     ],
@@ -43,7 +46,9 @@ SETTINGS: dict[str, list[Setting]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="where the raw figures go")
-    parser.add_argument("--only", default="7b,3b", help="groups of settings, with commas")
+    parser.add_argument(
+        "--only", default=",".join(SETTINGS), help="groups of settings, with commas"
+    )
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each row")
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []

@@ -86,6 +86,7 @@ def verify_command(
         chosen_device = _start_torch(device)
         source = _find_model(model, layers)
         _refuse_too_large(source, chosen_device)
+        _refuse_no_directory(disk)
         job = _make_job(chosen_device, dtype, steps, sequences, seq_len, micro_batch, disk)
         facts = machine_facts()
     report = _describe(source, job, facts)
@@ -144,6 +145,21 @@ def _refuse_too_large(source: ModelSource, device: str) -> None:
         f"the run to compare with is resident, and {source.name} with {source.num_layers} layers "
         f"then needs about {format_bytes(needed)}; {format_bytes(free)} are free. {remedy}."
     )
+
+
+def _refuse_no_directory(disk: str | None) -> None:
+    """Before minutes of training: the placements with a disk tier come last."""
+    if disk is None:
+        return
+    from outcore.store.disk_budget import disk_ledger, parse_disk
+
+    try:
+        budget = parse_disk(disk)
+        disk_ledger(budget)
+        if not budget.path.is_dir():
+            raise ValueError(f"disk {budget.path} is no directory; make it, or name another")
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--disk") from None
 
 
 def _make_job(

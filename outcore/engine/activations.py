@@ -56,6 +56,12 @@ class ActivationPolicy:
     def largest_bytes(self) -> int:
         return max(self._bytes_per_block.values(), default=0)
 
+    def wanted_bytes(self) -> int:
+        """Return what keeping every block would take, beyond what is kept now."""
+        if self._choices is not None:
+            return 0
+        return (self._num_blocks - self.num_kept) * self.largest_bytes()
+
     def measured(self, signature: Signature, num_bytes: int) -> None:
         """Note what the activations of one block take for a whole batch."""
         largest = max(num_bytes, self._bytes_per_block.get(signature, 0))

@@ -76,12 +76,15 @@ class Engine:
             device_ledger=device_ledger,
             prefetch=slots.prefetch,
             spare_device_bytes=self.spare_device_bytes,
+            wanted_device_bytes=self.policy.wanted_bytes,
+            before_settling=self._note_peak,
             make_disk=disk.make if disk is not None else None,
         )
         # An input of every block that wants a gradient, so that autograd visits the block even
         # when only its weights are trained.
         self.anchor: Tensor = torch.zeros((), device=options.device, requires_grad=True)
         self._copy_in = copy_in
+        self._peak_before_state = 0  # of the device, before optimizer state came to stay there
         self._is_closed = False
         _open_engines.add(self)
 
@@ -100,11 +103,15 @@ class Engine:
         used = self.device_peak_bytes()
         if self.device.type == "cuda":
             # State comes to the device after the first step, whose peak does not hold it.
-            used += sum(self.device_ledger.peaks().get(purpose, 0) for purpose in DEVICE_STATE)
+            state = sum(self.device_ledger.peaks().get(purpose, 0) for purpose in DEVICE_STATE)
+            used = max(used, self._peak_before_state + state)
         else:
             # The CPU device's books have no temporaries: leave room for one block's graph.
             used += max(self.policy.largest_bytes(), 1)
         return max(0, int(budget * (1 - _SLACK)) - used)
+
+    def _note_peak(self) -> None:
+        self._peak_before_state = self.device_peak_bytes()
 
     def device_peak_bytes(self) -> int:
         """Return the most device memory that was in use at a time."""

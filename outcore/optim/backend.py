@@ -17,7 +17,13 @@ from outcore.optim.disk_updater import DiskUpdater, num_staging_buffers
 from outcore.optim.gradient_sinks import PassingSink, WaitingSink
 from outcore.optim.gradients import Gradients
 from outcore.optim.host_updater import HostUpdater
-from outcore.optim.lodgers import Lodgers, Scheduled, lodger_bytes, urgent_chunks
+from outcore.optim.lodgers import (
+    Lodgers,
+    Scheduled,
+    fitting_lodgers,
+    lodger_bytes,
+    urgent_chunks,
+)
 from outcore.optim.state import (
     UnitState,
     build_on_device,
@@ -71,9 +77,15 @@ class OptimizerBackend:
         device_ledger: Ledger,
         prefetch: Callable[[], None],
         spare_device_bytes: Callable[[], int],
+        wanted_device_bytes: Callable[[], int] = lambda: 0,
+        before_settling: Callable[[], None] = lambda: None,
         make_disk: MakeDisk | None = None,
     ) -> None:
-        """``make_disk`` makes the tensors of a scratch file, where there is a disk tier."""
+        """``make_disk`` makes the tensors of a scratch file, where there is a disk tier.
+
+        Of the spare bytes of the device, others want ``wanted_device_bytes``; ``before_settling``
+        is called before state takes any of them.
+        """
         self.all_units = list(units)
         self.units = [unit for unit in units if unit.layout.trainable_numel]
         self.states: dict[int, UnitState] = {}
@@ -85,6 +97,8 @@ class OptimizerBackend:
         self._device_ledger = device_ledger
         self._prefetch = prefetch
         self._spare_device_bytes = spare_device_bytes
+        self._wanted_device_bytes = wanted_device_bytes
+        self._before_settling = before_settling
         self._make_disk = make_disk
         self._pin = device.type == "cuda"
         self._waiting: WaitingSink | None = None
@@ -332,6 +346,7 @@ class OptimizerBackend:
         if self._has_settled or self._queue is None:
             return
         self._has_settled = True
+        self._before_settling()
         schedule = [
             (chunk, self.states[chunk.unit.index])
             for chunk in self.chunks
@@ -379,15 +394,21 @@ class OptimizerBackend:
             )
 
     def _fitting_visits(self, schedule: Sequence[Scheduled]) -> int:
-        """Return how many chunks get buffers: to help the host, then for all that is urgent."""
-        if self._device.type != "cuda":
+        """Return how many chunks get buffers: to help the host, then for all that is urgent.
+
+        What nobody else wants of the device is for as much of the rest as it holds.
+        """
+        if self._device.type != "cuda" or not schedule:
             return 0
-        room = self._spare_device_bytes()
         largest = max(schedule, key=lambda scheduled: scheduled[0].numel)
-        for num_lodged in range(max(1, urgent_chunks(schedule)), 0, -1):
-            if sum(self._device_state_bytes(schedule[:num_lodged], largest, NUM_HELPING)) <= room:
-                return num_lodged + NUM_HELPING
-        return 0
+        room = self._spare_device_bytes() - sum(self._device_state_bytes((), largest, NUM_HELPING))
+        num_lodged = fitting_lodgers(
+            [lodger_bytes(c, s, self._placement.wire_dtype) for c, s in schedule],
+            num_urgent=urgent_chunks(schedule),
+            room_bytes=room,
+            unwanted_bytes=room - self._wanted_device_bytes(),
+        )
+        return num_lodged + NUM_HELPING if num_lodged else 0
 
     def _device_state_bytes(
         self, lodged: Sequence[Scheduled], largest: Scheduled, num_helping: int

@@ -2,7 +2,8 @@
 
 The forward begins with the embedding and the first block, whose gradients are the last of a
 backward: their updates cannot hide behind anything. Where the device budget has room, their state
-lodges on the device and is updated there at once, without the link or the host's cores. Its home
+lodges on the device and is updated there at once, without the link or the host's cores; so does
+that of further blocks where room is left over. Its home
 stays the host: ``bring_home`` brings it up to date there before anyone reads it.
 """
 
@@ -49,6 +50,22 @@ def lodger_bytes(chunk: Chunk, state: UnitState, gradient_dtype: torch.dtype) ->
 def urgent_chunks(schedule: Sequence[Scheduled]) -> int:
     """Return how many chunks of a schedule the forward waits for at its start."""
     return sum(chunk.unit.is_urgent for chunk, _ in schedule)
+
+
+def fitting_lodgers(
+    sizes: Sequence[int], *, num_urgent: int, room_bytes: int, unwanted_bytes: int
+) -> int:
+    """Return how many of the chunks, of these bytes, find a lodging.
+
+    The urgent ones, or the first if none is, take what room there is; those that follow only what
+    nobody else wants.
+    """
+    taken = 0
+    for index, num_bytes in enumerate(sizes):
+        taken += num_bytes
+        if taken > (room_bytes if index < max(1, num_urgent) else unwanted_bytes):
+            return index
+    return len(sizes)
 
 
 class Lodgers:

@@ -224,8 +224,7 @@ class ChoiceTable:
         device_updates = trained[s] + np.where(edges_leave, 0.0, self._edges) + lodged
         first = 2 * costs.embedding_s + STEP_S + costs.update_on_device_s(1.0) * device_updates
         compute = first + forward[n] + backward + costs.head_s
-        helped = np.where((c.num_helping > 0) & (not self.is_unified), costs.help, 1.0)
-        each = costs.update_on_host_s(1.0) / helped  # seconds a parameter
+        each = costs.update_on_host_s(1.0)  # seconds a parameter
         if self.is_unified:
             on_host = trained[n] - trained[n - ds]
             first_edges = np.zeros(len(c))
@@ -244,7 +243,7 @@ class ChoiceTable:
             )
             if self.is_unified:
                 before = np.maximum(0.0, trained[k + 1] - trained[n - ds][:, None])
-            ends = (before * each[:, None] + (forward[n] - forward[k])).max(axis=1)
+            ends = (before * each + (forward[n] - forward[k])).max(axis=1)
             lanes.append(np.maximum(ends, host) + costs.head_s + backward)
         else:
             lanes.append(compute - STEP_S + first_edges * each)

@@ -1,7 +1,7 @@
 """How long each piece of a step takes on a machine.
 
-The machine's figures are what large, clean operations reach; the efficiencies here are what a
-transformer reaches of them, measured on one H200 with the Qwen2.5-7B shape (docs/planning.md).
+The machine's figures are what the probe measures: large, clean operations, sustained. The
+efficiencies here are what a transformer reaches of them, on one H200 (docs/planning.md).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from outcore.model_spec import BYTES_OF, BlockSpec, ModelSpec
 from outcore.planning.plan import Job
 from outcore.planning.state_bytes import StateBytes
 
-MATMUL_EFFICIENCY = 0.90  # of the machine's large products, beside reading the weights
-ATTENTION_EFFICIENCY = 0.58  # at 2,048 tokens with grouped keys, of long sequences
+MATMUL_EFFICIENCY = 1.0  # of sustained products, beside reading the weights
+ATTENTION_EFFICIENCY = 0.66  # at 2,048 tokens with grouped keys, of long sequences
 FP32_MATMUL_SHARE = 0.5  # TF32 products run at half the rate of bf16 ones
 FORWARD_TRAFFIC = 1.5  # element-wise reads and writes, in units of the activations that are saved
 BACKWARD_TRAFFIC = 3.0
@@ -25,7 +25,6 @@ GRADIENT_OUT_BYTES = 10  # a parameter: norm, and the cast to the type that trav
 LOSS_BYTES_PER_LOGIT = 8
 LAUNCH_S = 60e-6  # between two micro-batches of a block
 STEP_S = 0.025  # reading norms and labels back, and the first launches after it
-HELPED_UPDATE = 1.25  # host cores and visitor together, of the host cores alone
 COPY_LATENCY_S = 20e-6
 DISK_LATENCY_S = 1e-3
 
@@ -108,16 +107,9 @@ class Costs:
         hidden = self.tokens * self._spec.hidden_size * BYTES_OF[self._job.dtype]
         return (hidden * 2 + edges * self.bytes.weight) / self.machine.device_memory_bytes_s
 
-    def update_on_host_s(self, numel: float, *, helped: bool = False) -> float:
-        traffic = numel * self.bytes.update_traffic
-        return traffic / (self.machine.host_update_bytes_s * (self.help if helped else 1.0))
-
-    @property
-    def help(self) -> float:
-        """How much faster updates are with the visitor: its share is bounded by half the link."""
-        alone = self.machine.host_update_bytes_s / self.bytes.update_traffic
-        visits = 0.5 * self.machine.both_ways_bytes_s / (self.bytes.moved + self.bytes.gradient)
-        return min(HELPED_UPDATE, 1 + visits / alone)
+    def update_on_host_s(self, numel: float) -> float:
+        """With or without the visitor's help: both are bound by the host's memory."""
+        return numel * self.bytes.update_traffic / self.machine.host_update_bytes_s
 
     def update_on_device_s(self, numel: float) -> float:
         return numel * self.bytes.update_traffic / self.machine.device_memory_bytes_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TARGET_TOKENS = {"cuda": 8192, "cpu": 2048}
+TARGET_TOKENS = {"cuda": 16384, "cpu": 2048}
 
 
 def pick_micro_batch(sequences: int, seq_len: int, *, device_type: str = "cuda") -> int:
@@ -10,7 +10,7 @@ def pick_micro_batch(sequences: int, seq_len: int, *, device_type: str = "cuda")
 
     It depends on nothing but the batch's shape, so that every placement computes the same bits.
     """
-    target = max(1, TARGET_TOKENS.get(device_type, 8192) // seq_len)
+    target = max(1, TARGET_TOKENS.get(device_type, TARGET_TOKENS["cuda"]) // seq_len)
     if target >= sequences:
         return sequences
     divisors = [size for size in range(1, target + 1) if sequences % size == 0]

@@ -14,7 +14,6 @@ from outcore.planning.cost import Costs
 from outcore.planning.lanes import DISK_READ, DISK_WRITE, HOST, TO_DEVICE, TO_HOST, LaneClock
 from outcore.planning.placement import STAGING_PIECES, Placement, Units
 
-MIN_BACKLOG = 8  # chunks that wait before the visitor helps the host
 MAX_DISK_PIECES = 6  # of one unit on its way through the disk
 
 
@@ -36,7 +35,6 @@ class UpdateLanes:
         self._clock = clock
         self._costs = costs
         self._clips = clips
-        self._helps = placement.num_helping > 0 and not costs.machine.is_unified
         lodging = units.lodging(placement)
         self.sizes = [unit.trainable_numel for unit in units.units]
         self.lodged = [lodging.get(i, 0) for i in range(len(self.sizes))]
@@ -114,9 +112,7 @@ class UpdateLanes:
         ready = [p for p in self._pending if p.ready_s <= now]
         chosen = min(ready, key=lambda p: p.unit)
         self._pending.remove(chosen)
-        backlog = sum(p.numel for p in ready)
-        helped = self._helps and backlog >= MIN_BACKLOG * self._chunk
-        end = self._on_host(chosen.unit, chosen.numel, chosen.ready_s, helped=helped)
+        end = self._on_host(chosen.unit, chosen.numel, chosen.ready_s)
         self._ring_room += chosen.numel
         self._last_updater = self.awaited[chosen.unit]
         self.ready[chosen.unit] = max(self.ready[chosen.unit], end)
@@ -156,7 +152,7 @@ class UpdateLanes:
         while left > 0:
             size = min(piece, left)
             ready = self._state_in(unit, size, at)
-            end = self._on_host(unit, size, ready, helped=self._helps)
+            end = self._on_host(unit, size, ready)
             self.ready[unit] = max(self.ready[unit], end)
             left -= size
 
@@ -175,18 +171,10 @@ class UpdateLanes:
         sizes = self._costs.bytes
         return sizes.state + (0 if self.weights[unit] == "host" else sizes.weight)
 
-    def _on_host(self, unit: int, numel: float, after: float, *, helped: bool) -> float:
+    def _on_host(self, unit: int, numel: float, after: float) -> float:
         costs, clock = self._costs, self._clock
         on_disk = self.tiers[unit] == "disk"
-        helped = helped and not on_disk
-        duration = costs.update_on_host_s(numel, helped=helped)
-        if helped:  # the visitor's share crosses the link, beside what is fetched
-            share = numel * (1 - 1 / costs.help)
-            clock.busy[TO_DEVICE] += costs.to_device_s(
-                share * (costs.bytes.moved + costs.bytes.gradient)
-            )
-            clock.busy[TO_HOST] += costs.to_host_s(share * costs.bytes.moved)
-        end = clock.run(HOST, duration, after, f"update {unit}")
+        end = clock.run(HOST, costs.update_on_host_s(numel), after, f"update {unit}")
         self.awaited[unit] = HOST
         if on_disk:
             written = clock.run(

@@ -1,8 +1,13 @@
 """Peers run in processes of their own; one that cannot run becomes a row with the reason."""
 
 import importlib.util
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -13,6 +18,8 @@ from outcore.bench.peers import PEERS, causal_lm, load_peer, peer_names, runner
 from outcore.bench.peers.roundpipe_peer import supported_config, with_current_names
 from outcore.bench.peers.runner import run_peer, run_peers
 from outcore.shapes import config_from_dict, shape_config, shape_dict
+
+T = TypeVar("T")
 
 TINY = {
     "hidden_size": 64,
@@ -114,6 +121,47 @@ def test_a_peer_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     row = run_peer(name, tiny_job(), limit_s=1.0)
     assert isinstance(row, BenchFailure)
     assert "within 1 s" in row.failed
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_a_peer_ends_with_its_parent() -> None:
+    job = tiny_job(steps=10**6).to_json()
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from outcore.bench.job import BenchJob; "
+            "from outcore.bench.peers.runner import run_peer; "
+            "run_peer('native', BenchJob.from_json(sys.argv[1]))",
+            job,
+        ]
+    )
+    try:
+        child = wait_for(lambda: children_of(parent.pid))
+        parent.kill()
+        parent.wait()
+        assert wait_for(lambda: not is_running(child[0])), "the peer outlives its parent"
+    finally:
+        parent.kill()
+
+
+def children_of(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(word) for word in text.split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(condition: Callable[[], T], timeout_s: float = 60) -> T:
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found
 
 
 def test_chunked_head_gives_the_gradients_of_the_plain_one(

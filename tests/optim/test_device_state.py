@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
 from outcore.optim.gradient_sinks import RING_BUFFERS
-from outcore.optim.lodgers import Lodgers
+from outcore.optim.lodgers import Lodgers, fitting_lodgers
 from outcore.stream.lanes import injected_delays
 
 
@@ -244,3 +244,24 @@ def test_state_that_finds_no_room_on_the_device_leaves_nothing_there(
     expected = run(num_visits=0)
     monkeypatch.setattr("outcore.optim.backend.Visitor", no_room)
     assert not differing(run(num_visits=4), expected)
+
+
+@pytest.mark.parametrize(
+    ("room", "unwanted", "expected"),
+    [
+        (100, 100, 6),  # all
+        (100, 45, 4),  # what nobody else wants
+        (100, -50, 2),  # urgent ones only
+        (15, -50, 1),
+        (9, 9, 0),
+    ],
+)
+def test_urgent_chunks_lodge_first_and_others_where_nobody_wants_the_room(
+    room: int, unwanted: int, expected: int
+) -> None:
+    found = fitting_lodgers([10] * 6, num_urgent=2, room_bytes=room, unwanted_bytes=unwanted)
+    assert found == expected
+
+
+def test_without_urgent_chunks_one_may_lodge_in_the_room_there_is() -> None:
+    assert fitting_lodgers([10] * 6, num_urgent=0, room_bytes=50, unwanted_bytes=0) == 1

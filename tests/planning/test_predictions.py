@@ -13,14 +13,26 @@ from outcore.model_spec import ModelSpec, model_spec
 from outcore.planning.memory import PROCESS_BYTES
 from outcore.planning.placement import Placement
 from outcore.planning.plan import BlockPlan, Job, Plan
+from outcore.planning.plan_json import plan_from_dict
 from outcore.planning.search import plan_of
 from outcore.shapes import shape_config
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SEQ_LEN = 2048
-FILES = ("2026-11-15-h200-qwen2.5-7b.json", "2026-11-15-h200-qwen2.5-3b-peers.json")
+
+
+def shape_of(row: dict[str, Any]) -> str:
+    """A plan's row is named after its shape: 7b, 7b-24g, 14b."""
+    return str(row.get("shape") or f"qwen2.5-{row['setting'].split('-')[0]}")
+
+
+FILES = (
+    "2026-11-15-h200-qwen2.5-7b.json",
+    "2026-11-15-h200-qwen2.5-3b-peers.json",
+    "2026-11-15-h200-plans.json",
+)
 ROWS = [
-    pytest.param(row, id=f"{row['shape']}, {row['setting']}")
+    pytest.param(row, id=f"{shape_of(row)}, {row['setting']}")
     for file in FILES
     for row in json.loads((RESULTS / file).read_text())["rows"]
     if row["name"] == "outcore"
@@ -28,11 +40,20 @@ ROWS = [
 
 
 def spec_of(row: dict[str, Any]) -> ModelSpec:
-    return model_spec(shape_config(row["shape"], tie_word_embeddings=False))
+    return model_spec(shape_config(shape_of(row), tie_word_embeddings=False))
 
 
 def measured_placement(row: dict[str, Any], num_blocks: int) -> Placement:
-    """Everything on the host, as the engine ran it: what it kept and lodged is in the row."""
+    """Return the row's plan; without one everything is on the host, and the rest in its notes."""
+    if "plan" in row["notes"]:
+        plan = plan_from_dict(row["notes"]["plan"])
+        return Placement(
+            blocks=plan.blocks,
+            edge_state=plan.edge_state,
+            micro_batch=plan.micro_batch,
+            num_slots=plan.num_slots,
+            num_visits=plan.num_visits,
+        )
     first_kept = num_blocks - row["notes"]["blocks_kept"]
     return Placement(
         blocks=tuple(

@@ -6,7 +6,9 @@ prints goes to standard error instead.
 
 import argparse
 import os
+import signal
 import sys
+import threading
 import traceback
 
 from outcore.bench.job import BenchFailure, BenchJob, BenchRow
@@ -19,7 +21,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m outcore.bench.peers", description=__doc__)
     parser.add_argument("name", help=f"one of {', '.join(peer_names())}")
     parser.add_argument("--job", required=True, metavar="JSON", help="a BenchJob as JSON")
+    parser.add_argument("--lifeline", type=int, metavar="FD", help="end when this pipe closes")
     arguments = parser.parse_args()
+    if arguments.lifeline is not None:
+        threading.Thread(target=_end_with_parent, args=(arguments.lifeline,), daemon=True).start()
 
     answer_fd = os.dup(sys.stdout.fileno())
     # Descriptor 1 itself, not only sys.stdout: compilers and C++ libraries print there too.
@@ -31,6 +36,12 @@ def main() -> None:
     # The answer is out. Peers leave threads, process groups and pinned memory behind whose
     # orderly shutdown can hang or crash; the process's end frees all of it anyway.
     os._exit(1 if isinstance(row, BenchFailure) else 0)
+
+
+def _end_with_parent(lifeline: int) -> None:
+    """Wait for the parent's end, then end this process with all that it started."""
+    os.read(lifeline, 1)
+    os.killpg(0, signal.SIGKILL)
 
 
 def run_here(name: str, job_json: str) -> BenchRow:

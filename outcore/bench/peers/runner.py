@@ -1,8 +1,9 @@
 """Runs peers one after the other, each in a process of its own.
 
-Owns the parent's side: start, time limit, and what a process that died without an answer means. A
-fresh process gives each peer the whole memory of the machine, and a peer that is missing, runs out
-of memory or crashes becomes a row with the reason.
+Owns the parent's side: start, time limit, and what a process that died without an answer means. The
+child lives no longer than its parent, however that ends: it holds a pipe from it. A fresh process
+gives each peer the whole memory of the machine, and a peer that is missing, runs out of memory or
+crashes becomes a row with the reason.
 """
 
 import contextlib
@@ -35,7 +36,9 @@ def run_peers(
 
 def run_peer(name: str, job: BenchJob, *, limit_s: float = DEFAULT_LIMIT_S) -> BenchRow:
     """Runs one peer in a subprocess and waits for it, at most `limit_s` seconds."""
+    lifeline, held = os.pipe()  # the kernel closes ``held`` when this process ends
     command = [sys.executable, "-m", _PROCESS_MODULE, name, "--job", job.to_json()]
+    command += ["--lifeline", str(lifeline)]
     # The child must find this very package, also when it is not installed.
     path = os.pathsep.join(filter(None, [str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryFile() as log:
@@ -47,7 +50,9 @@ def run_peer(name: str, job: BenchJob, *, limit_s: float = DEFAULT_LIMIT_S) -> B
             env={**os.environ, "PYTHONPATH": path},
             # A group of its own: compile workers that outlive the peer can be ended with it.
             start_new_session=True,
+            pass_fds=[lifeline],
         )
+        os.close(lifeline)
         try:
             output, _ = child.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
@@ -56,6 +61,7 @@ def run_peer(name: str, job: BenchJob, *, limit_s: float = DEFAULT_LIMIT_S) -> B
             )
         finally:
             _end_group(child)
+            os.close(held)
         return _read_row(name, output.decode(errors="replace"), child.returncode, _tail(log))
 
 
