@@ -113,7 +113,7 @@ class BlockFunction(torch.autograd.Function):
                 if not collector.add(outputs, bounds):
                     break  # an output that cannot be put together: once more, unsplit
                 if ctx.kept is not None:
-                    ctx.kept.append((inputs, outputs, weights))
+                    ctx.kept.append((inputs, _roots(outputs), weights))
                 del inputs, outputs
             else:
                 ctx.inputs.leave(tensors)
@@ -140,17 +140,17 @@ class BlockFunction(torch.autograd.Function):
         with block.weights("backward") as weights, preserved(block.device):
             for i, bounds in enumerate(call.batches.bounds):
                 if kept is not None:
-                    inputs, outputs, own_weights = kept[i]
+                    inputs, roots, own_weights = kept[i]
                     kept[i] = None
                 else:
                     call.random_states[i].restore()
                     inputs, own_weights = call.slices(tensors, bounds), weights
                     with torch.enable_grad():
-                        outputs = call.run(weights, inputs)
+                        roots = _roots(call.run(weights, inputs))
                 _differentiate(
-                    call, bounds, inputs, outputs, own_weights, output_grads, grads, accumulator
+                    call, bounds, inputs, roots, own_weights, output_grads, grads, accumulator
                 )
-                del inputs, outputs, own_weights
+                del inputs, roots, own_weights
         if accumulator is not None:
             block.finish(accumulator)
         ctx.held.give_back()
@@ -226,20 +226,36 @@ class _InputGrads:
         return iter(self._grads)
 
 
+def _roots(outputs: Sequence[Any]) -> list[Any]:
+    """Return where the graph of each output begins, None for those without one.
+
+    That is an edge, not the tensor: a kept graph then lives without its output, which has been
+    copied into the whole batch's. An input that is handed through is its own beginning.
+    """
+    return [
+        None
+        if not isinstance(output, Tensor) or not output.requires_grad
+        else output
+        if output.is_leaf
+        else torch.autograd.graph.get_gradient_edge(output)
+        for output in outputs
+    ]
+
+
 def _differentiate(
     call: BlockCall,
     bounds: tuple[int, int],
     inputs: Sequence[Tensor],
-    outputs: Sequence[Any],
+    roots: Sequence[Any],
     weights: dict[str, Tensor],
     output_grads: Sequence[Tensor | None],
     grads: _InputGrads,
     accumulator: Accumulator | None,
 ) -> None:
     """Differentiate one micro-batch and add its gradients up."""
-    roots, root_grads = [], []
-    for position, output in zip(call.outputs, outputs, strict=True):
-        if not isinstance(position, _Position) or not output.requires_grad:
+    beginnings, beginning_grads = [], []
+    for position, root in zip(call.outputs, roots, strict=True):
+        if not isinstance(position, _Position) or root is None:
             continue
         grad = output_grads[position.index]
         if grad is None:
@@ -249,13 +265,15 @@ def _differentiate(
                 grad = grad[bounds[0] * position.rows : bounds[1] * position.rows]
             elif bounds[0]:
                 continue  # an output without a batch is the first micro-batch's
-        roots.append(output)
-        root_grads.append(grad)
+        beginnings.append(root)
+        beginning_grads.append(grad)
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     trainable = [weights[name] for name in call.block.trainable_names] if accumulator else []
-    if not roots or not (wanted or trainable):
+    if not beginnings or not (wanted or trainable):
         return
-    found = torch.autograd.grad(roots, [*wanted, *trainable], root_grads, allow_unused=True)
+    found = torch.autograd.grad(
+        beginnings, [*wanted, *trainable], beginning_grads, allow_unused=True
+    )
     input_grads = iter(found[: len(wanted)])
     for index, tensor in enumerate(inputs):
         if tensor.requires_grad:

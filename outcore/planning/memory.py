@@ -59,7 +59,7 @@ class MemoryModel:
         self._inputs = [input_bytes(block, job) for block in spec.blocks]
         width = spec.hidden_size * BYTES_OF[job.dtype]
         self._stream_bytes = self._tokens * width  # the hidden states of the batch
-        # A kept block holds its input, what autograd saved, and its micro-batches' outputs.
+        # A kept block holds its input and what autograd saved.
         self._kept = [
             int(block.kept_bytes_per_token(job.dtype) * self._tokens) + kept_input
             for block, kept_input in zip(spec.blocks, self._inputs, strict=True)
@@ -150,12 +150,12 @@ class MemoryModel:
             if block.activations == "recompute":
                 add("device", "block inputs", self._inputs[i])
             elif block.activations == "keep":
-                add("device", "kept activations", self._kept[i] + self._stream_bytes)
+                add("device", "kept activations", self._kept[i])
         add("device", "working memory", self._working)
 
     def kept_bytes(self, block: int) -> int:
         """Return what keeping a block's activations takes beyond its input."""
-        return self._kept[block] - self._inputs[block] + self._stream_bytes
+        return self._kept[block] - self._inputs[block]
 
     def _working_bytes(self, micro_batch: int) -> int:
         spec, dtype = self._spec, self._job.dtype

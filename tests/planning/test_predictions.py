@@ -111,7 +111,7 @@ def test_purposes_are_those_of_the_books(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.values[0]["notes"]["blocks_kept"]])
 def test_kept_activations_are_those_that_autograd_saved(row: dict[str, Any]) -> None:
-    """The books count the block's input and what was saved, not the micro-batches' outputs."""
+    """The books count the block's input and what was saved."""
     block, notes = spec_of(row).blocks[0], row["notes"]
     each = block.kept_bytes_per_token("bf16") + block.input_bytes_per_token("bf16")
     kept = notes["blocks_kept"] * 16 * SEQ_LEN * each
