@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from outcore.engine.disk_tier import DiskTier
+from outcore.engine.given_plan import check_plan_is_for, given_plan
 from outcore.engine.model_patches import patch_model, unpatch_model
 from outcore.engine.offloaded import Engine
 from outcore.engine.options import Choice, OffloadOptions, check_options, plan_here, planned
@@ -41,7 +42,7 @@ Model = TypeVar("Model", bound=nn.Module)
 def offload(
     model: Model,
     *,
-    plan: Plan | None = None,
+    plan: Plan | str | PathLike[str] | None = None,
     tokens: int | None = None,
     seq_len: int | None = None,
     device: str | torch.device | None = None,
@@ -61,7 +62,8 @@ def offload(
 ) -> Model:
     """Give the model's weights, gradients and optimizer state homes off the device, in place.
 
-    plan: what outcore.plan made; it decides homes, activations, micro-batch, slots and visits.
+    plan: what outcore.plan made, or the file that `outcore plan --json` wrote; it decides homes,
+        activations, micro-batch, slots and visits.
     tokens, seq_len: of a step; with both, a plan for this machine is made here, with clipping.
         Without them nothing is known to plan for: weights and state go to the host, and
         activations and lodged state adapt to what the first steps leave free.
@@ -90,7 +92,7 @@ def offload(
             f"offload takes a model, not {model!r}: load one with from_pretrained, or use "
             "outcore.load(directory)"
         )
-    options, plan = resolve_options(
+    options, found_plan = resolve_options(
         model,
         plan=plan,
         tokens=tokens,
@@ -116,13 +118,13 @@ def offload(
             f"{meta[0]} and {len(meta) - 1} more parameters are on the meta device and have no "
             "values: use outcore.load(directory) or outcore.from_config(config)"
         )
-    return offload_from(model, options, source=None, plan=plan)
+    return offload_from(model, options, source=None, plan=found_plan)
 
 
 def resolve_options(
     subject: Any,
     *,
-    plan: Plan | None = None,
+    plan: Plan | str | PathLike[str] | None = None,
     tokens: int | None = None,
     seq_len: int | None = None,
     **given: Any,
@@ -138,13 +140,16 @@ def resolve_options(
     if unknown:
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
     options = {**defaults, **given}
+    chosen = given_plan(plan)
     if (tokens is None) != (seq_len is None):
         raise ValueError("tokens and seq_len belong together: a plan needs both")
     if tokens is not None and seq_len is not None:
-        if plan is not None:
+        if chosen is not None:
             raise ValueError("give a plan, or tokens and seq_len to make one, not both")
-        plan = plan_here(subject, options, tokens=tokens, seq_len=seq_len)
-    return check_options(**options if plan is None else planned(plan, options, defaults)), plan
+        chosen = plan_here(subject, options, tokens=tokens, seq_len=seq_len)
+    if chosen is not None:
+        options = planned(chosen, options, defaults)
+    return check_options(**options), chosen
 
 
 def offload_from(
@@ -155,6 +160,8 @@ def offload_from(
         raise OutcoreError(
             "this model is offloaded already; call outcore.release(model) before another offload"
         )
+    if plan is not None:
+        check_plan_is_for(plan, model)
     units = build_units(model, options)
     host_ledger, device_ledger = _open_books(options)
     copy_in = Lane("copy-in", options.device, hardware="to device")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from outcore.errors import NonFiniteGradient
 from outcore.kernels import AdamWScalars, has_library
 from outcore.optim.backend import OptimizerBackend
+from outcore.optim.planned_clipping import built_as_planned
 from outcore.optim.state_format import Rounding
 from outcore.optim.updates import Chunk, ChunkUpdate, Segment
 from outcore.stream.lanes import Fence
@@ -71,10 +72,15 @@ class AdamW(torch.optim.Optimizer):
         has_library()  # warns here, once, if the kernels are missing: not in a background thread
         self._check_trainable()
         self._segments = self._find_segments()
-        backend.start(
-            passing=self._update_now if update_during_backward else None,
-            check=self._check_first,
-        )
+        with built_as_planned(
+            plans_clipping=backend.plans_clipping,
+            updates_during_backward=update_during_backward,
+            gradient_bytes=backend.gradient_bytes,
+        ):
+            backend.start(
+                passing=self._update_now if update_during_backward else None,
+                check=self._check_first,
+            )
         self._show_state()
 
     @torch.no_grad()

@@ -58,6 +58,7 @@ class OptimizerPlacement:
     state_format: StateFormat
     wire_dtype: torch.dtype
     num_visits: int | None  # chunks with buffers on the device; None: as many as help and fit
+    plans_clipping: bool | None = None  # what a plan was made for; None: there is none
 
 
 MakeDisk = Callable[[str, Sequence[DiskShape], int], DiskTensors]
@@ -113,6 +114,17 @@ class OptimizerBackend:
         largest = max((unit.layout.trainable_numel for unit in self.units), default=1)
         # Small models get several chunks too: the machinery is the same at every size.
         self.chunks = chunks_of(self.units, min(MAX_CHUNK_ELEMENTS, max(1 << 10, largest // 3)))
+
+    @property
+    def plans_clipping(self) -> bool | None:
+        """Whether the plan lets gradients wait for the whole backward; None without a plan."""
+        return self._placement.plans_clipping
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of all gradients, where they wait."""
+        elements = sum(unit.layout.trainable_numel for unit in self.units)
+        return elements * self._placement.wire_dtype.itemsize
 
     def start(
         self,

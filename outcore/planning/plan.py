@@ -87,6 +87,9 @@ class Plan:
     num_slots: int
     num_visits: int  # chunks with buffers on the device: lodged first, two to help the host
     peak_bytes: dict[str, dict[str, int]] = field(default_factory=dict)  # tier, purpose
+    # What the plan was made for: a model with other numbers is refused. Empty, None: not known.
+    block_parameters: tuple[int, ...] = ()
+    hidden_size: int | None = None
     prediction: Prediction
 
     def tier_bytes(self, tier: str) -> int:

@@ -40,7 +40,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     timeline = [[s.lane, s.name, s.start_s, s.end_s] for s in plan.prediction.timeline]
     bare = replace(plan.prediction, timeline=())  # asdict copies, and spans are many
     values = asdict(replace(plan, prediction=bare))
-    values["blocks"] = list(values["blocks"])
+    for name in ("blocks", "block_parameters"):
+        values[name] = list(values[name])
     values["prediction"]["timeline"] = timeline
     return {"format": FORMAT, "version": VERSION, "plan": values}
 
@@ -233,6 +234,8 @@ _plan = _object(
         "num_slots": _whole(0),
         "num_visits": _whole(0),
         "peak_bytes": _mapping(_tier, _mapping(_text, _bytes)),
+        "block_parameters": _tuple(_whole(0)),
+        "hidden_size": _optional(_whole(1)),
         "prediction": _prediction,
     },
 )

@@ -317,6 +317,8 @@ def _plan_of(
         num_slots=placement.num_slots,
         num_visits=placement.num_visits,
         peak_bytes=table.memory.tiers(placement),
+        block_parameters=tuple(block.parameters for block in spec.blocks),
+        hidden_size=spec.hidden_size,
         prediction=Prediction(
             step_s=simulated.step_s,
             tokens_per_s=tokens / simulated.step_s,

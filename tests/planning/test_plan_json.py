@@ -67,6 +67,8 @@ plans = st.builds(
     num_slots=st.integers(0, 9),
     num_visits=st.integers(0, 9),
     peak_bytes=st.dictionaries(tiers, st.dictionaries(texts, sizes, max_size=4)),
+    block_parameters=st.lists(sizes, max_size=6).map(tuple),
+    hidden_size=st.none() | st.integers(1, 2**20),
     prediction=predictions,
 )
 
@@ -116,6 +118,8 @@ MISTAKES: list[tuple[list[Any], Any, str]] = [
     (["micro_batch"], None, "must be a whole number, not None"),
     (["model"], "x" * 5000, "5000 characters"),
     (["model"], None, "must be a text"),
+    (["block_parameters"], [1, -1], r"block_parameters\[1\] must be 0 to"),
+    (["hidden_size"], 0, "must be 1 to"),
     (["prediction", "step_s"], float("nan"), "must be finite"),
     (["prediction", "step_s"], float("inf"), "must be finite"),
     (["prediction", "step_s"], 10**400, "too large"),
