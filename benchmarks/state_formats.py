@@ -91,7 +91,12 @@ def run(
         max_position_embeddings=arguments.seq_len,
     )
     model = outcore.from_config(
-        config, device=device, dtype=torch.bfloat16, state_format=state_format
+        config,
+        device=device,
+        weights="host",
+        state="host",
+        dtype=torch.bfloat16,
+        state_format=state_format,
     )
     model.train()
     optimizer = outcore.AdamW(

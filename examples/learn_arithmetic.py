@@ -102,7 +102,13 @@ def learn(
     torch.manual_seed(seed)
     training, held_out = split_problems(seed)
     model = outcore.from_config(
-        make_config(size), device=device, device_memory=budget, dtype=size.dtype, compile=False
+        make_config(size),
+        device=device,
+        device_memory=budget,
+        weights="host",
+        state="host",
+        dtype=size.dtype,
+        compile=False,
     )
     optimizer = outcore.AdamW(model, lr=size.lr, betas=(0.9, 0.99), max_grad_norm=1.0)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())

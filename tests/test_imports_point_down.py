@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "outcore"
 # package of outcore with all that is in it; where two fit a module, the longer name counts. The
 # front door, outcore/__init__.py, is ".".
 FLOORS = (
+    ("__main__",),
     ("cli", "__main__"),
     ("verify", "bench"),
     (".",),

@@ -23,11 +23,12 @@ def run(job: BenchJob) -> BenchResult:
     device = bench_device()
     start = time.perf_counter()
     clips = job.max_grad_norm is not None
-    options = dict(job.outcore_options)
+    options = {"weights": "host", "state": "host", **job.outcore_options}
     if job.plan_options is None:
         options["dtype"] = torch.bfloat16 if device.type == "cuda" else torch.float32
         options["micro_batch"] = job.micro_batch
     else:
+        options = dict(job.outcore_options)
         options["plan"] = outcore.plan(
             job.config,
             tokens=job.tokens,

@@ -17,9 +17,17 @@ from torch import nn
 
 from outcore.engine.disk_tier import DiskTier
 from outcore.engine.given_plan import check_plan_is_for, given_plan
+from outcore.engine.homes import is_left_open, usual_homes, without_plan
 from outcore.engine.model_patches import patch_model, unpatch_model
 from outcore.engine.offloaded import Engine
-from outcore.engine.options import Choice, OffloadOptions, check_options, plan_here, planned
+from outcore.engine.options import (
+    Choice,
+    OffloadOptions,
+    check_options,
+    computes_on_cuda,
+    plan_here,
+    planned,
+)
 from outcore.engine.placement import (
     Source,
     build_units,
@@ -50,9 +58,9 @@ def offload(
     host_memory: int | str | None = None,
     disk: str | PathLike[str] | None = None,
     micro_batch: int | None = None,
-    weights: Choice = "host",
-    state: Choice = "host",
-    activations: Choice = "auto",
+    weights: Choice | None = None,
+    state: Choice | None = None,
+    activations: Choice | None = None,
     dtype: torch.dtype | None = None,
     gradient_dtype: torch.dtype | None = None,
     state_format: str = "fp32",
@@ -65,8 +73,8 @@ def offload(
     plan: what outcore.plan made, or the file that `outcore plan --json` wrote; it decides homes,
         activations, micro-batch, slots and visits.
     tokens, seq_len: of a step; with both, a plan for this machine is made here, with clipping.
-        Without them nothing is known to plan for: weights and state go to the host, and
-        activations and lodged state adapt to what the first steps leave free.
+        Without a plan and without homes, a GPU gets the homes of a plan for a usual batch, and
+        activations and lodged state adapt to what the first step leaves free.
     device: where the model computes; "cpu" is a device like any other. Default: a GPU if any.
     device_memory, host_memory: budgets such as "24GiB"; what exceeds them is refused.
     disk: a directory for scratch files, with a size if wanted: "/mnt/nvme:500GiB".
@@ -74,7 +82,8 @@ def offload(
     weights, state: "host", "device" or "disk", the home of block weights and optimizer state.
     activations: "keep", "recompute", "offload" (recompute, and the block's input waits on the
         host), or "auto": keep as many blocks as the device budget allows.
-        Each of these three also takes a list with one entry for each block.
+        Each of these three also takes a list with one entry for each block. Once one of them is
+        given, the others default to "host", "host" and "auto".
     dtype: bfloat16 computes in bf16 with an fp32 master; float32 is fp32 throughout. None:
         bfloat16 on a GPU, float32 on the CPU.
     gradient_dtype: the type in which gradients leave the device; None: the same as dtype.
@@ -146,9 +155,15 @@ def resolve_options(
     if tokens is not None and seq_len is not None:
         if chosen is not None:
             raise ValueError("give a plan, or tokens and seq_len to make one, not both")
-        chosen = plan_here(subject, options, tokens=tokens, seq_len=seq_len)
+        chosen = plan_here(subject, options, tokens, seq_len)
     if chosen is not None:
         options = planned(chosen, options, defaults)
+    elif is_left_open(options) and computes_on_cuda(options["device"]):
+        options = usual_homes(
+            options, lambda tokens, seq_len: plan_here(subject, options, tokens, seq_len)
+        )
+    else:
+        options = without_plan(options)
     return check_options(**options), chosen
 
 

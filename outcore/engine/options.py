@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -69,10 +70,10 @@ PLANNED = (
 """What a plan decides: given with one, an option must be left at its default."""
 
 
-def plan_here(subject: Any, options: dict[str, Any], *, tokens: int, seq_len: int) -> Plan:
+def plan_here(subject: Any, options: dict[str, Any], tokens: int, seq_len: int) -> Plan:
     """Return a plan for this machine, within the budgets of ``options``."""
     device = _device(options["device"])
-    machine = here()
+    machine = here(progress=_announce_probe)
     if device.type == "cpu":  # it copies like any other, though the memory is one
         machine = replace(machine, is_unified=False)
     dtype = options["dtype"] or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -88,6 +89,16 @@ def plan_here(subject: Any, options: dict[str, Any], *, tokens: int, seq_len: in
         state_format=options["state_format"],
         micro_batch=options["micro_batch"],
     )
+
+
+def _announce_probe(step: str, number: int, num_steps: int) -> None:
+    """Say why the first call takes longer; the report is kept."""
+    if number == 1:
+        warnings.warn(
+            "measuring this machine, once, to plan for it (under a minute); `outcore probe` does "
+            "it beforehand",
+            stacklevel=2,
+        )
 
 
 def planned(plan: Plan, options: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -196,6 +207,10 @@ def _choice(
             names = ", ".join(map(repr, (*allowed, *also)))
             raise ValueError(f"{name} must be one of {names}, not {value!r}")
     return choice if isinstance(choice, str) else tuple(choice)
+
+
+def computes_on_cuda(device: str | torch.device | None) -> bool:
+    return _device(device).type == "cuda"
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -107,7 +107,7 @@ def test_a_run_is_recorded_beside_its_plan(tmp_path: Path) -> None:
 
 
 def test_offload_makes_a_plan_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outcore.engine.options.here", lambda: machine_named("h200-pcie5"))
+    monkeypatch.setattr("outcore.engine.options.here", lambda **_: machine_named("h200-pcie5"))
     model = BY_NAME["llama"].make().train()
     model = outcore.offload(model, device="cpu", device_memory="256MiB", tokens=32, seq_len=8)
     engine = outcore.engine_of(model)
