@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "outcore"
 # front door, outcore/__init__.py, is ".".
 FLOORS = (
     ("__main__",),
-    ("cli", "__main__"),
+    ("cli",),
     ("verify", "bench"),
     (".",),
     ("engine",),
