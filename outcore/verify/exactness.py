@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import struct
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,7 +195,7 @@ def train(make_model: ModelFactory, placement: Placement, job: VerifyJob) -> Tra
             optimizer.synchronize()
         return TrainedRun(
             losses=losses,
-            digests=dict(_digests(model, optimizer)),
+            digests=_digests(model, optimizer),
             seconds=time.perf_counter() - start,
         )
     finally:
@@ -263,15 +265,20 @@ def param_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     ]
 
 
-def _digests(model: nn.Module, optimizer: outcore.AdamW) -> Iterator[tuple[str, str]]:
-    for name, tensor in model.state_dict().items():
-        yield name, _digest(tensor)
+def _digests(model: nn.Module, optimizer: outcore.AdamW) -> dict[str, str]:
+    named = dict(_tensors(model, optimizer))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing holds no lock on the interpreter
+        return dict(zip(named, pool.map(_digest, named.values()), strict=True))
+
+
+def _tensors(model: nn.Module, optimizer: outcore.AdamW) -> Iterator[tuple[str, Tensor]]:
+    yield from model.state_dict().items()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for key, value in optimizer.state[parameter].items():
                 if isinstance(value, Tensor) and key != "step":
-                    yield f"{names[id(parameter)]}.{key}", _digest(value)
+                    yield f"{names[id(parameter)]}.{key}", value
 
 
 def _bits(loss: float) -> bytes:
