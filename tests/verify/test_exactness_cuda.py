@@ -7,7 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, PretrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    PretrainedConfig,
+    Qwen2Config,
+)
 
 from outcore.verify import VerifyJob, verify
 
@@ -25,6 +31,16 @@ CONFIGS = {
     ),
     "gpt2": GPT2Config(
         n_embd=512, n_layer=4, n_head=4, vocab_size=997, bos_token_id=1, eos_token_id=1
+    ),
+    # Widths that are no powers of two, two kinds of blocks, and an embedding of several chunks.
+    "gemma3": Gemma3TextConfig(
+        hidden_size=576,
+        intermediate_size=1152,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=256,
+        vocab_size=20_011,
     ),
 }
 
