@@ -60,17 +60,28 @@ SETTINGS = {
     "8b-long": Setting(
         shape="llama-3.1-8b",
         sequences=1,
-        seq_len=65536,
+        seq_len=65_536,
+        clips=False,
+        steps=2,
+        warmup_steps=1,
+        plan={"device_memory": "24GiB"},
+    ),
+    "8b-longest": Setting(
+        shape="llama-3.1-8b",
+        sequences=1,
+        seq_len=73_728,
+        clips=False,
         steps=2,
         warmup_steps=1,
         plan={"device_memory": "24GiB"},
     ),
     "3b-disk": Setting(
         shape="qwen2.5-3b",
+        clips=False,
         steps=2,
         warmup_steps=1,
         disk_bytes=50 * GIB,
-        plan={"host_memory": "24GiB", "device_memory": "24GiB"},
+        plan={"host_memory": "12GiB", "device_memory": "16GiB"},
     ),
 }
 

@@ -16,6 +16,7 @@ from outcore.planning.plan import Span
 from outcore.planning.update_lanes import UpdateLanes
 
 NUM_STEPS = 3
+FULL = 0.99  # a lane that works for more than this part of the step binds
 BINDS = 0.05  # compute binds if it waits for less than this part of the step
 _DISK_BUFFERS = 2  # host buffers that disk weights pass through
 
@@ -54,7 +55,7 @@ def simulate(
     busiest = max(clock.busy, key=lambda lane: clock.busy[lane])
     duration = max(end - begin, clock.busy[busiest])
     binding = COMPUTE
-    if clock.busy[busiest] > end - begin:
+    if clock.busy[busiest] > FULL * duration:
         binding = busiest
     elif sum(clock.waits.values()) > BINDS * duration:
         binding = max(clock.waits, key=lambda lane: clock.waits[lane])
