@@ -15,6 +15,7 @@ from outcore.machine.machine import Machine
 from outcore.model_spec import model_spec, spec_of_model
 from outcore.planning.plan import Budgets, Job, Plan, StateFormat
 from outcore.planning.search import make_plan
+from outcore.planning.step_size import check_step_size
 from outcore.store.disk_budget import parse_disk
 from outcore.units import parse_bytes
 
@@ -49,14 +50,12 @@ def plan(
 
     Raises DoesNotFit, with what is missing and what would fit, before anything is allocated.
     """
+    check_step_size(tokens, seq_len)
+    if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 1):
+        raise ValueError(f"micro_batch must be 1 or more, not {micro_batch!r}")
     spec = spec_of_model(model) if isinstance(model, nn.Module) else model_spec(model)
     found = machine_named(machine) if isinstance(machine, str) else machine
     budget = None if disk is None else parse_disk(disk)
-    if tokens < 1 or seq_len < 1 or tokens % seq_len:
-        raise ValueError(
-            f"tokens ({tokens}) must be a multiple of seq_len ({seq_len}): a step has whole "
-            "sequences"
-        )
     job = Job(
         tokens=tokens,
         seq_len=seq_len,

@@ -25,6 +25,7 @@ from outcore.planning.placement import Placement, Units
 from outcore.planning.plan import Job, Plan, Prediction
 from outcore.planning.refusal import refuse
 from outcore.planning.simulate import Simulated, simulate
+from outcore.planning.step_size import MOST_TOKENS, too_many
 
 SLOWER_FOR_MEMORY = 1.1  # objective="memory": the least device memory within this of the fastest
 _MOST_SEQUENCES = 1 << 17  # looked at for the tokens that hide everything
@@ -82,6 +83,8 @@ def _table(spec: ModelSpec, machine: Machine, job: Job) -> ChoiceTable:
         raise ValueError(
             f"a step of {job.tokens} tokens has no whole sequence of {job.seq_len} tokens"
         )
+    if job.tokens > MOST_TOKENS:
+        raise ValueError(f"a step has {job.tokens:,} tokens, {too_many()}")
     micro_batch = job.micro_batch or pick_micro_batch(
         job.sequences, job.seq_len, device_type=_device_type(machine)
     )

@@ -176,6 +176,12 @@ def test_a_smaller_budget_that_does_not_fit_is_told(planner: Planner) -> None:
         ([*MODEL, "--tokens", "5000"], "no multiple of --seq-len 2,048; 4,096 or 6,144 would be"),
         ([*MODEL, "--tokens", "5"], "no multiple of --seq-len 2,048; 2,048 would be"),
         ([*MODEL, "--tokens", "0"], "Invalid value for '--tokens'"),
+        ([*MODEL, "--tokens", str(10**18)], "--tokens: 1,000,000,000,000,000,000, but a step of"),
+        ([*MODEL, "--tokens", str(10**30)], "but a step of at most 268,435,456 tokens"),
+        (
+            [*MODEL, "--tokens", str(10**9), "--seq-len", str(10**9)],
+            "--seq-len: 1,000,000,000, but a step of at most",
+        ),
         ([*MODEL, "--micro-batch", "17"], "17 sequences at a time, but a step has 16"),
         ([*MODEL, "--state", "int4"], "'int4' is not one of"),
         ([*MODEL, "--objective", "joy"], "'joy' is not one of"),
