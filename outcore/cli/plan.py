@@ -153,6 +153,7 @@ def plan_command(
     with console.status("planning" if machine != HERE else "measuring this machine and planning"):
         spec = _find_model(model)
         chosen = _find_machine(machine)
+        job = replace(job, dtype=planning.default_dtype(chosen, job.state_format))
         plan = _make_plan(spec, chosen, job)
         smaller = _smaller_budget(spec, chosen, plan)
         comparison = (
@@ -244,6 +245,11 @@ def _show(
     from outcore.planning.explain import explain
 
     console.print(explain(plan, machine=machine, smaller=smaller))
+    if plan.job.dtype == "fp32":
+        console.print(
+            "Planned in fp32, in which the engine computes on a CPU; with --state compact or "
+            "minimal it computes in bf16."
+        )
     if comparison is not None:
         console.print("")
         console.print(comparison_report(comparison))

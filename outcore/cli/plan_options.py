@@ -11,7 +11,7 @@ import typer
 
 from outcore.planning.plan import Budgets, Job
 from outcore.planning.step_size import MOST_TOKENS, too_many
-from outcore.units import parse_bytes
+from outcore.units import parse_budget
 
 HERE = "here"
 
@@ -96,6 +96,6 @@ def _size(text: str | None, option: str) -> int | None:
     if text is None:
         return None
     try:
-        return parse_bytes(text)
+        return parse_budget(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=option) from None

@@ -19,7 +19,14 @@ from outcore.engine.disk_tier import DiskTier
 from outcore.engine.given_plan import check_plan_is_for, given_plan
 from outcore.engine.model_patches import patch_model, unpatch_model
 from outcore.engine.offloaded import Engine
-from outcore.engine.options import Choice, OffloadOptions, check_options, plan_here, planned
+from outcore.engine.options import (
+    Choice,
+    OffloadOptions,
+    check_budgets,
+    check_options,
+    plan_here,
+    planned,
+)
 from outcore.engine.placement import (
     Source,
     build_units,
@@ -140,6 +147,7 @@ def resolve_options(
     if unknown:
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
     options = {**defaults, **given}
+    check_budgets(options)
     chosen = given_plan(plan)
     if (tokens is None) != (seq_len is None):
         raise ValueError("tokens and seq_len belong together: a plan needs both")

@@ -18,6 +18,7 @@ from outcore.model_spec import ModelSpec
 from outcore.planning.choice_table import ChoiceTable
 from outcore.planning.choices import TIERS, Choice, Choices, Counts
 from outcore.planning.cost import Costs, input_bytes
+from outcore.planning.device_type import device_type
 from outcore.planning.lanes import COMPUTE
 from outcore.planning.memory import budgets_of
 from outcore.planning.micro_batch import pick_micro_batch
@@ -86,13 +87,9 @@ def _table(spec: ModelSpec, machine: Machine, job: Job) -> ChoiceTable:
     if job.tokens > MOST_TOKENS:
         raise ValueError(f"a step has {job.tokens:,} tokens, {too_many()}")
     micro_batch = job.micro_batch or pick_micro_batch(
-        job.sequences, job.seq_len, device_type=_device_type(machine)
+        job.sequences, job.seq_len, device_type=device_type(machine)
     )
     return ChoiceTable(spec, machine, job, min(micro_batch, job.sequences))
-
-
-def _device_type(machine: Machine) -> str:
-    return "cpu" if machine.device_name.lower().startswith("cpu") else "cuda"
 
 
 # --- which choices there are ----------------------------------------------------------------------
@@ -341,7 +338,7 @@ def hiding_tokens(
 
     def is_hidden(sequences: int) -> bool:
         size = job.micro_batch or pick_micro_batch(
-            sequences, job.seq_len, device_type=_device_type(machine)
+            sequences, job.seq_len, device_type=device_type(machine)
         )
         longer = Job(
             tokens=sequences * job.seq_len,

@@ -106,6 +106,22 @@ def test_every_option_reaches_the_job(planner: Planner) -> None:
     assert (job.budgets.disk_path, job.budgets.disk_bytes) == ("/a:b", 2 * 2**40)
 
 
+@pytest.mark.parametrize(
+    ("device", "state", "dtype"),
+    [("CPU", "fp32", "fp32"), ("CPU", "compact", "bf16"), ("NVIDIA H200", "fp32", "bf16")],
+)
+def test_a_cpu_is_planned_in_fp32_as_from_python(
+    device: str, state: str, dtype: str, planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "machine_named", lambda _: make_machine(device_name=device))
+    result = run_plan("qwen2.5-7b", "--state", state)
+    assert result.exit_code == 0, result.output
+    assert {job.dtype for job in planner.jobs} == {dtype}
+    assert ("Planned in fp32, in which the engine computes on a CPU" in result.stdout) == (
+        dtype == "fp32"
+    )
+
+
 @pytest.mark.usefixtures("planner")
 def test_json_and_html_are_written(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]
@@ -168,6 +184,11 @@ def test_a_smaller_budget_that_does_not_fit_is_told(planner: Planner) -> None:
         ([*MODEL, "--machine", "h300"], "--machine: no machine named 'h300'; known: h200-pcie5"),
         (["qwen2.5-7b"], "this machine could not be measured: no device. Name one"),
         ([*MODEL, "--device-memory", "lots"], "--device-memory: size 'lots' is not a size"),
+        (
+            [*MODEL, "--device-memory", "24"],
+            "--device-memory: size is 24 bytes; did you mean 24GiB",
+        ),
+        ([*MODEL, "--disk", "/scratch:500"], "--disk: size is 500 bytes; did you mean 500GiB"),
         ([*MODEL, "--host-memory", "-3GiB"], "--host-memory: size '-3GiB' is not a size"),
         ([*MODEL, "--disk", "500GiB"], "--disk: '500GiB' is not PATH:SIZE"),
         ([*MODEL, "--disk", ":500GiB"], "is not PATH:SIZE"),

@@ -269,6 +269,13 @@ def test_no_repeated_blocks(kind: str) -> None:
         ({"device": "mps"}, "device"),
         ({"device_memory": "many"}, "24GiB"),
         ({"device_memory": 0}, "device_memory"),
+        ({"device_memory": 24}, r"device_memory is 24 bytes; did you mean 24GiB\?"),
+        ({"device_memory": "24"}, r"device_memory is 24 bytes; did you mean 24GiB\?"),
+        ({"host_memory": 100}, r"host_memory is 100 bytes; did you mean 100GiB\?"),
+        (
+            {"state": "disk", "disk": "/tmp:500"},
+            r"disk size is 500 bytes; did you mean 500GiB\?",
+        ),
         ({"device_memory": True}, "device_memory"),
         ({"host_memory": "-3GB"}, "host_memory"),
         ({"micro_batch": 0}, "micro_batch must be 1 or more, not 0"),

@@ -1,4 +1,4 @@
-"""Steps that are none are refused before anything is computed; the largest ones are quick."""
+"""What is no step or no budget is refused before anything is computed; large steps are quick."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ def test_no_step(tokens: Any, seq_len: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         outcore.plan("llama-3.1-405b", tokens=tokens, seq_len=seq_len, machine="h200-pcie5")
     assert time.perf_counter() - start < 1
+
+
+def test_a_budget_without_its_unit_is_refused_before_anything_is_measured() -> None:
+    with pytest.raises(ValueError, match=r"device_memory is 24 bytes; did you mean 24GiB\?"):
+        outcore.plan("no-such-shape", tokens=2048, seq_len=2048, device_memory=24)
 
 
 @pytest.mark.parametrize("micro_batch", [0, -1, 1.5, "x"])
