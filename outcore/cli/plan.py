@@ -14,7 +14,7 @@ from rich.markup import escape
 from outcore.cli import planning
 from outcore.cli.plan_options import HERE, budgets, check_compare, check_file, make_job
 from outcore.cli.report import console_for, stop, write_json
-from outcore.errors import OutcoreError, UnsupportedModel
+from outcore.errors import DoesNotFit, OutcoreError, UnsupportedModel
 from outcore.planning.plan import Job, Plan
 
 if TYPE_CHECKING:
@@ -191,10 +191,16 @@ def _make_plan(spec: ModelSpec, machine: Machine, job: Job) -> Plan:
         raise typer.BadParameter(str(error), param_hint="MODEL") from None
     except OutcoreError as error:
         # An answer, not a mistake: this job does not fit this machine.
-        Console(stderr=True, highlight=False).print(f"[bold red]refused:[/] {escape(str(error))}")
+        console = Console(stderr=True, highlight=False)
+        console.print(f"[bold red]refused:[/] {escape(_refusal(error))}")
         raise typer.Exit(1) from None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _refusal(error: OutcoreError) -> str:
+    """Return why there is no plan, with the options of this command for what would fit."""
+    return error.command_line if isinstance(error, DoesNotFit) else str(error)
 
 
 def _smaller_budget(spec: ModelSpec, machine: Machine, plan: Plan) -> SmallerBudget | None:
@@ -209,7 +215,7 @@ def _smaller_budget(spec: ModelSpec, machine: Machine, plan: Plan) -> SmallerBud
     try:
         return SmallerBudget(device_bytes=size, plan=planning.make_plan(spec, machine, job))
     except OutcoreError as error:
-        return SmallerBudget(device_bytes=size, refusal=str(error))
+        return SmallerBudget(device_bytes=size, refusal=_refusal(error))
 
 
 def _compare(

@@ -10,7 +10,7 @@ from handmade_plans import GIB, make_machine, make_plan
 from typer.testing import CliRunner, Result
 
 from outcore.cli import app, planning
-from outcore.errors import OutcoreError, UnsupportedModel
+from outcore.errors import DoesNotFit, OutcoreError, UnsupportedModel
 from outcore.machine.machine import Machine
 from outcore.planning.plan import Budgets, Job, Plan
 from outcore.planning.plan_json import read_plan
@@ -166,6 +166,30 @@ def test_what_does_not_fit_is_an_answer_and_status_1(planner: Planner) -> None:
     assert "refused: it needs 9.0 GiB of device memory" in result.stderr
     assert "--state compact needs 6.0 GiB" in result.stderr
     assert result.stdout == ""
+
+
+def test_a_refusal_speaks_in_options(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Plan:
+        raise DoesNotFit(
+            'it would fit with: state_format="compact"',
+            missing_bytes={"host": 1},
+            command_line="it would fit with: --state compact",
+        )
+
+    whole = planning.make_plan
+    monkeypatch.setattr(planning, "make_plan", refuse)
+    result = run_plan(*MODEL)
+    assert result.exit_code == 1
+    assert "it would fit with: --state compact" in result.stderr
+    assert "state_format" not in result.stderr
+
+    def refuse_the_smaller(spec: Any, machine: Machine, job: Job) -> Plan:
+        return whole(spec, machine, job) if job.budgets.device_bytes is None else refuse()
+
+    monkeypatch.setattr(planning, "make_plan", refuse_the_smaller)
+    result = run_plan(*MODEL)
+    assert result.exit_code == 0, result.output
+    assert "it does not fit. It would fit with: --state compact" in result.stdout
 
 
 def test_a_smaller_budget_that_does_not_fit_is_told(planner: Planner) -> None:
