@@ -223,16 +223,16 @@ def _before_forward(
                 f'batch with .to("{engine.device}")'
             )
     engine.suspects_ids = engine.token_ranges.check(
-        [ids for ids in _given_ids(args, kwargs) if not ids.is_floating_point()],
-        labels if isinstance(labels, Tensor) and not labels.is_floating_point() else None,
+        _tokens(*args[:1], kwargs.get("input_ids"), kwargs.get("decoder_input_ids")),
+        next(iter(_tokens(labels)), None),
         kwargs.get("ignore_index", -100),
     )
 
 
-def _given_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the token ids among the arguments of a forward."""
-    given = (*args[:1], kwargs.get("input_ids"), kwargs.get("decoder_input_ids"))
-    return [value for value in given if isinstance(value, Tensor)]
+def _tokens(*values: Any) -> list[Tensor]:
+    """Return those of the values that can be token ids: of types that an embedding takes."""
+    types = (torch.int64, torch.int32)
+    return [value for value in values if isinstance(value, Tensor) and value.dtype in types]
 
 
 def _before_load(
