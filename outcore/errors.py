@@ -46,8 +46,14 @@ class DoesNotFit(OutOfBudget):
     """No plan fits the budgets; says what is missing, and the nearest changes that would fit."""
 
     def __init__(
-        self, message: str, *, missing_bytes: dict[str, int], changes: tuple[object, ...] = ()
+        self,
+        message: str,
+        *,
+        missing_bytes: dict[str, int],
+        changes: tuple[object, ...] = (),
+        command_line: str | None = None,
     ) -> None:
         super().__init__(message)
+        self.command_line = command_line or message  # the message with options for arguments
         self.missing_bytes = missing_bytes  # by tier
         self.changes = changes  # outcore.planning.refusal.Change, the nearest first; each was tried

@@ -17,6 +17,7 @@ _FACTORS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+LEAST_BUDGET_BYTES = 2**20  # unless it is written with a unit
 _PATTERN = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$", re.ASCII)
 
 
@@ -33,6 +34,16 @@ def parse_bytes(size: int | str, *, what: str = "size") -> int:
         num_bytes = size
     if num_bytes <= 0:
         raise ValueError(f"{what} must be more than 0 bytes, not {size!r}")
+    return num_bytes
+
+
+def parse_budget(size: int | str, *, what: str = "size") -> int:
+    """Return ``parse_bytes(size)``; a small number without a unit has lost its unit."""
+    num_bytes = parse_bytes(size, what=what)
+    has_unit = isinstance(size, str) and size.strip()[-1].isalpha()
+    if num_bytes < LEAST_BUDGET_BYTES and not has_unit:
+        unit = "GiB" if num_bytes < 1024 else "MiB"
+        raise ValueError(f"{what} is {num_bytes:,} bytes; did you mean {num_bytes}{unit}?")
     return num_bytes
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outcore.units import format_bytes, parse_bytes
+from outcore.units import format_bytes, parse_budget, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,23 @@ def test_sizes(text: "int | str", num_bytes: int) -> None:
 def test_what_is_no_size(text: object) -> None:
     with pytest.raises(ValueError, match="device_memory"):
         parse_bytes(text, what="device_memory")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("size", "meant"),
+    [(24, "24GiB"), ("24", "24GiB"), (" 24 ", "24GiB"), (1, "1GiB"), (24_576, "24576MiB")],
+)
+def test_a_budget_that_lost_its_unit(size: "int | str", meant: str) -> None:
+    with pytest.raises(ValueError, match=rf"device_memory is .* bytes; did you mean {meant}\?"):
+        parse_budget(size, what="device_memory")
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [("10KB", 10_000), ("24B", 24), (2**20, 2**20), (str(2**20), 2**20), ("0.5MiB", 2**19)],
+)
+def test_a_budget_that_is_meant(size: "int | str", num_bytes: int) -> None:
+    assert parse_budget(size) == num_bytes
 
 
 @given(st.integers(min_value=1, max_value=2**62))

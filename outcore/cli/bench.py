@@ -150,11 +150,11 @@ def _peers(names: str) -> list[str]:
 
 
 def _check_size(device_memory: str | None) -> None:
-    from outcore.units import parse_bytes
+    from outcore.units import parse_budget
 
     if device_memory is not None:
         try:
-            parse_bytes(device_memory, what="device memory")
+            parse_budget(device_memory, what="device memory")
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--device-memory") from None
 

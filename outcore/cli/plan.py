@@ -14,7 +14,7 @@ from rich.markup import escape
 from outcore.cli import planning
 from outcore.cli.plan_options import HERE, budgets, check_compare, check_file, make_job
 from outcore.cli.report import console_for, stop, write_json
-from outcore.errors import OutcoreError, UnsupportedModel
+from outcore.errors import DoesNotFit, OutcoreError, UnsupportedModel
 from outcore.planning.plan import Job, Plan
 
 if TYPE_CHECKING:
@@ -153,6 +153,7 @@ def plan_command(
     with console.status("planning" if machine != HERE else "measuring this machine and planning"):
         spec = _find_model(model)
         chosen = _find_machine(machine)
+        job = replace(job, dtype=planning.default_dtype(chosen, job.state_format))
         plan = _make_plan(spec, chosen, job)
         smaller = _smaller_budget(spec, chosen, plan)
         comparison = (
@@ -190,10 +191,16 @@ def _make_plan(spec: ModelSpec, machine: Machine, job: Job) -> Plan:
         raise typer.BadParameter(str(error), param_hint="MODEL") from None
     except OutcoreError as error:
         # An answer, not a mistake: this job does not fit this machine.
-        Console(stderr=True, highlight=False).print(f"[bold red]refused:[/] {escape(str(error))}")
+        console = Console(stderr=True, highlight=False)
+        console.print(f"[bold red]refused:[/] {escape(_refusal(error))}")
         raise typer.Exit(1) from None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _refusal(error: OutcoreError) -> str:
+    """Return why there is no plan, with the options of this command for what would fit."""
+    return error.command_line if isinstance(error, DoesNotFit) else str(error)
 
 
 def _smaller_budget(spec: ModelSpec, machine: Machine, plan: Plan) -> SmallerBudget | None:
@@ -208,7 +215,7 @@ def _smaller_budget(spec: ModelSpec, machine: Machine, plan: Plan) -> SmallerBud
     try:
         return SmallerBudget(device_bytes=size, plan=planning.make_plan(spec, machine, job))
     except OutcoreError as error:
-        return SmallerBudget(device_bytes=size, refusal=str(error))
+        return SmallerBudget(device_bytes=size, refusal=_refusal(error))
 
 
 def _compare(
@@ -244,6 +251,11 @@ def _show(
     from outcore.planning.explain import explain
 
     console.print(explain(plan, machine=machine, smaller=smaller))
+    if plan.job.dtype == "fp32":
+        console.print(
+            "Planned in fp32, in which the engine computes on a CPU; with --state compact or "
+            "minimal it computes in bf16."
+        )
     if comparison is not None:
         console.print("")
         console.print(comparison_report(comparison))

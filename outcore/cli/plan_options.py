@@ -10,7 +10,8 @@ from typing import Any
 import typer
 
 from outcore.planning.plan import Budgets, Job
-from outcore.units import parse_bytes
+from outcore.planning.step_size import MOST_TOKENS, too_many
+from outcore.units import parse_budget
 
 HERE = "here"
 
@@ -52,6 +53,9 @@ def check_compare(
 def make_job(**fields: Any) -> Job:
     """Return the job, with whole sequences in the step and no more of them at a time."""
     tokens, seq_len, micro_batch = fields["tokens"], fields["seq_len"], fields["micro_batch"]
+    for option, value in (("--seq-len", seq_len), ("--tokens", tokens)):
+        if value > MOST_TOKENS:
+            raise typer.BadParameter(f"{value:,}, {too_many()}", param_hint=option)
     if tokens % seq_len:
         below = tokens // seq_len * seq_len
         nearest = f"{below:,} or {below + seq_len:,}" if below else f"{seq_len:,}"
@@ -92,6 +96,6 @@ def _size(text: str | None, option: str) -> int | None:
     if text is None:
         return None
     try:
-        return parse_bytes(text)
+        return parse_budget(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint=option) from None

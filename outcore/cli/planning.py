@@ -5,7 +5,7 @@ Each is imported when it is first called, so that help and mistakes answer witho
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from outcore.machine.machine import Machine
 from outcore.planning.plan import Job, Plan
@@ -26,6 +26,13 @@ def machine_named(name: str) -> Machine:
     from outcore import machine
 
     return machine.machine_named(name)
+
+
+def default_dtype(machine: Machine, state_format: str) -> Literal["bf16", "fp32"]:
+    """Return what a run on this machine computes in, as ``outcore.plan`` has it."""
+    from outcore.planning import device_type
+
+    return device_type.default_dtype(machine, state_format)
 
 
 def make_plan(spec: ModelSpec, machine: Machine, job: Job) -> Plan:

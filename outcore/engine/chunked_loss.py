@@ -44,17 +44,6 @@ class LossJob:
     wants_gradient: bool
 
 
-def check_labels(target: Tensor, ignore_index: int, vocabulary: int) -> None:
-    """Refuse labels outside the vocabulary; on CUDA this waits for what made the labels."""
-    bad = (target != ignore_index) & ((target < 0) | (target >= vocabulary))
-    if bool(bad.any()):
-        label = int(target[bad][0])
-        raise ValueError(
-            f"label {label} is out of range: labels are 0 to {vocabulary - 1}, or {ignore_index} "
-            "for tokens without a loss"
-        )
-
-
 def chunked_loss_sum(job: LossJob) -> Tensor:
     """Return the summed cross-entropy, differentiable in hidden, weight and bias."""
     bias = job.bias if job.bias is not None else job.hidden.new_empty(0)

@@ -20,9 +20,9 @@ from outcore.engine.chunked_loss import (
     LossJob,
     Steps,
     apply_steps,
-    check_labels,
     chunked_loss_sum,
 )
+from outcore.engine.token_ranges import check_labels
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

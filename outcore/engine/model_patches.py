@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outcore.blocks import end_module
 from outcore.engine.block_function import BlockCall, BlockFunction, run_without_graph
-from outcore.engine.chunked_loss import check_labels
 from outcore.engine.deferred_logits import deferred_logits
 from outcore.engine.offloaded import Engine
 from outcore.engine.streamed_block import BlockServices, StreamedBlock
+from outcore.engine.token_ranges import TokenRanges
 from outcore.errors import OutcoreError
 from outcore.store.spans import Field
 from outcore.stream.unit import Unit
@@ -61,9 +62,9 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
                 )
     _make_edges_wait(model, engine)
     if head is not None:
-        engine.vocabulary = head.out_features
         forward = functools.partial(_head_forward, engine, head, head.forward)
         _replace(engine, head, "forward", forward)
+    _check_tokens(model, engine, head)
     _patch_methods(model, engine)
 
 
@@ -149,6 +150,25 @@ def _wait_for_uncalled(engine: Engine) -> None:
             unit.before_compute()
 
 
+def _check_tokens(model: nn.Module, engine: Engine, head: nn.Linear | None) -> None:
+    """Say which tokens there are, and let the embedding look at its own where some are suspect."""
+    embedding = end_module(model, "input")
+    if not isinstance(embedding, nn.Embedding):
+        embedding = None
+    engine.token_ranges = TokenRanges(
+        embedding=None if embedding is None else embedding.weight.shape[0],
+        head=None if head is None else head.out_features,
+    )
+    if embedding is not None:
+        hook = embedding.register_forward_pre_hook(functools.partial(_check_ids, engine))
+        engine.undo_patches.append(hook.remove)
+
+
+def _check_ids(engine: Engine, module: nn.Module, args: tuple[Any, ...]) -> None:
+    if engine.suspects_ids and args:
+        engine.token_ranges.check_ids(args[0])
+
+
 def _patch_methods(model: nn.Module, engine: Engine) -> None:
     caching = [m for m in model.modules() if _takes_use_cache(m)]  # inner ones are called too
     before = functools.partial(_before_forward, engine)
@@ -202,9 +222,17 @@ def _before_forward(
                 f"an input is on {value.device}, the model computes on {engine.device}: move the "
                 f'batch with .to("{engine.device}")'
             )
-    if engine.vocabulary is not None and isinstance(labels, Tensor) and labels.is_cuda:
-        # Before the forward is launched: a bad label inside it would end the CUDA context.
-        check_labels(labels, kwargs.get("ignore_index", -100), engine.vocabulary)
+    engine.suspects_ids = engine.token_ranges.check(
+        _tokens(*args[:1], kwargs.get("input_ids"), kwargs.get("decoder_input_ids")),
+        next(iter(_tokens(labels)), None),
+        kwargs.get("ignore_index", -100),
+    )
+
+
+def _tokens(*values: Any) -> list[Tensor]:
+    """Return those of the values that can be token ids: of types that an embedding takes."""
+    types = (torch.int64, torch.int32)
+    return [value for value in values if isinstance(value, Tensor) and value.dtype in types]
 
 
 def _before_load(

@@ -23,6 +23,7 @@ from outcore.engine.offloaded import Engine
 from outcore.engine.options import (
     Choice,
     OffloadOptions,
+    check_budgets,
     check_options,
     computes_on_cuda,
     plan_here,
@@ -149,6 +150,7 @@ def resolve_options(
     if unknown:
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
     options = {**defaults, **given}
+    check_budgets(options)
     chosen = given_plan(plan)
     if (tokens is None) != (seq_len is None):
         raise ValueError("tokens and seq_len belong together: a plan needs both")

@@ -15,6 +15,7 @@ from outcore.engine.activations import ActivationPolicy
 from outcore.engine.disk_tier import DiskTier
 from outcore.engine.host_inputs import HostInputs
 from outcore.engine.options import OffloadOptions
+from outcore.engine.token_ranges import TokenRanges
 from outcore.optim.backend import DEVICE_STATE, OptimizerBackend, OptimizerPlacement
 from outcore.planning.plan import Plan
 from outcore.store.ledger import Ledger, TierReport, tier_report
@@ -51,7 +52,8 @@ class Engine:
         self._written = self._versions()  # of the parameters, as last seen
         self.called_edges: set[int] = set()  # units that a module's call has waited for
         self.defers_logits = False
-        self.vocabulary: int | None = None  # of the head, where there is one
+        self.token_ranges = TokenRanges(embedding=None, head=None)
+        self.suspects_ids = False  # of the forward that runs: some may be out of range
         self.undo_patches: list[Callable[[], None]] = []
         num_blocks = sum(unit.part.is_block for unit in units)
         self.policy = ActivationPolicy(

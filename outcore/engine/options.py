@@ -16,7 +16,7 @@ from outcore.optim.state_format import state_format as make_state_format
 from outcore.planning.make import plan as make_plan
 from outcore.planning.plan import Budgets, Plan
 from outcore.store.disk_budget import DiskBudget, parse_disk
-from outcore.units import parse_bytes
+from outcore.units import parse_budget, parse_bytes
 
 _HOMES = ("device", "host", "disk")
 _ACTIVATIONS = ("keep", "recompute", "offload")
@@ -101,6 +101,13 @@ def _announce_probe(step: str, number: int, num_steps: int) -> None:
         )
 
 
+def check_budgets(options: dict[str, Any]) -> None:
+    """Refuse budgets that were meant otherwise; a plan's own are taken as they are."""
+    for name in ("device_memory", "host_memory"):
+        if options[name] is not None:
+            parse_budget(options[name], what=name)
+
+
 def planned(plan: Plan, options: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``offload`` that carry out ``plan``, over ``options``."""
     for name in PLANNED:
@@ -132,7 +139,7 @@ def planned(plan: Plan, options: dict[str, Any], defaults: dict[str, Any]) -> di
 def _disk_text(budgets: Budgets) -> str | None:
     if budgets.disk_path is None:
         return None
-    size = "" if budgets.disk_bytes is None else f":{budgets.disk_bytes}"
+    size = "" if budgets.disk_bytes is None else f":{budgets.disk_bytes}B"
     return f"{budgets.disk_path}{size}"
 
 

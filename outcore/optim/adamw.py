@@ -18,6 +18,7 @@ from outcore.errors import NonFiniteGradient
 from outcore.kernels import AdamWScalars, has_library
 from outcore.optim.backend import OptimizerBackend
 from outcore.optim.planned_clipping import built_as_planned
+from outcore.optim.saved_state import HYPERPARAMETERS, check_saved_state
 from outcore.optim.state_format import Rounding
 from outcore.optim.updates import Chunk, ChunkUpdate, Segment
 from outcore.stream.lanes import Fence
@@ -51,7 +52,11 @@ class AdamW(torch.optim.Optimizer):
         update_during_backward: bool = False,
         rounding_seed: int = 0,
     ) -> None:
-        _check(lr, betas, eps, weight_decay, max_grad_norm, on_non_finite)
+        _check_hyperparameters(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be more than 0, or None, not {max_grad_norm}")
+        if on_non_finite not in ("raise", "skip"):
+            raise ValueError(f'on_non_finite must be "raise" or "skip", not {on_non_finite!r}')
         if update_during_backward and max_grad_norm is not None:
             raise ValueError(
                 "update_during_backward needs max_grad_norm=None: the global norm is known only "
@@ -137,36 +142,17 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, or the state of a ``torch.optim.AdamW``."""
         self.synchronize()
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        saved = state_dict["state"]
-        _check_groups(self.param_groups, state_dict["param_groups"])
-        steps = {int(entry["step"]) for entry in saved.values() if "step" in entry}
-        if len(steps) > 1:
-            raise ValueError(f"parameters were saved at different steps: {sorted(steps)}")
-        copies: list[tuple[Tensor, Tensor]] = []
-        for index, parameter in enumerate(parameters):
-            for name, target in self.state[parameter].items():
-                value = saved.get(index, {}).get(name)
-                if name == "step":
-                    continue
-                if value is None:
-                    value = target if name == "remainder" else torch.zeros_like(target)
-                if value.dtype != target.dtype and torch.uint8 in (value.dtype, target.dtype):
-                    raise ValueError(
-                        f"state {name} of parameter {index} is {value.dtype}, needs "
-                        f"{target.dtype}: it was saved with another state_format"
-                    )
-                if target.shape != value.shape:
-                    raise ValueError(
-                        f"state {name} of parameter {index} has shape {tuple(value.shape)}, "
-                        f"needs {tuple(target.shape)}"
-                    )
-                copies.append((target, value))
-        for target, value in copies:  # nothing has changed before all of it was found to fit
+        saved = check_saved_state(state_dict, self.param_groups, self.state)
+        for index, group in enumerate(saved.groups):
+            try:
+                _check_hyperparameters(**{name: group[name] for name in HYPERPARAMETERS})
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"param_groups[{index}] of the state: {error}") from None
+        for target, value in saved.copies:  # nothing has changed before all of it was found to fit
             target.copy_(value)
-        for group, entry in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({k: v for k, v in entry.items() if k != "params"})
-        self._step = steps.pop() if steps else 0
+        for group, values in zip(self.param_groups, saved.groups, strict=True):
+            group.update(values)
+        self._step = saved.step
         self._backend.state_replaced(self._backend.units)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -345,13 +331,8 @@ def _backend_of(param_groups: list[dict[str, Any]]) -> OptimizerBackend:
     return backend
 
 
-def _check(
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    max_grad_norm: float | None,
-    on_non_finite: str,
+def _check_hyperparameters(
+    *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> None:
     if not lr >= 0:
         raise ValueError(f"lr must be 0 or more, not {lr}")
@@ -365,13 +346,3 @@ def _check(
         raise ValueError(f"eps must be 0 or more, not {eps}")
     if not weight_decay >= 0:
         raise ValueError(f"weight_decay must be 0 or more, not {weight_decay}")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm must be more than 0, or None, not {max_grad_norm}")
-    if on_non_finite not in ("raise", "skip"):
-        raise ValueError(f'on_non_finite must be "raise" or "skip", not {on_non_finite!r}')
-
-
-def _check_groups(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    sizes = [len(group["params"]) for group in ours], [len(group["params"]) for group in theirs]
-    if sizes[0] != sizes[1]:
-        raise ValueError(f"param groups have {sizes[1]} parameters each, this one has {sizes[0]}")

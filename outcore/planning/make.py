@@ -13,10 +13,12 @@ from torch import nn
 from outcore.machine import machine_named
 from outcore.machine.machine import Machine
 from outcore.model_spec import model_spec, spec_of_model
+from outcore.planning.device_type import default_dtype
 from outcore.planning.plan import Budgets, Job, Plan, StateFormat
 from outcore.planning.search import make_plan
+from outcore.planning.step_size import check_step_size
 from outcore.store.disk_budget import parse_disk
-from outcore.units import parse_bytes
+from outcore.units import parse_budget
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -49,14 +51,18 @@ def plan(
 
     Raises DoesNotFit, with what is missing and what would fit, before anything is allocated.
     """
+    check_step_size(tokens, seq_len)
+    if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 1):
+        raise ValueError(f"micro_batch must be 1 or more, not {micro_batch!r}")
+    budget = None if disk is None else parse_disk(disk)
+    budgets = Budgets(
+        device_bytes=_bytes(device_memory, "device_memory"),
+        host_bytes=_bytes(host_memory, "host_memory"),
+        disk_bytes=0 if budget is None else budget.num_bytes,
+        disk_path=None if budget is None else str(budget.path),
+    )
     spec = spec_of_model(model) if isinstance(model, nn.Module) else model_spec(model)
     found = machine_named(machine) if isinstance(machine, str) else machine
-    budget = None if disk is None else parse_disk(disk)
-    if tokens < 1 or seq_len < 1 or tokens % seq_len:
-        raise ValueError(
-            f"tokens ({tokens}) must be a multiple of seq_len ({seq_len}): a step has whole "
-            "sequences"
-        )
     job = Job(
         tokens=tokens,
         seq_len=seq_len,
@@ -64,12 +70,7 @@ def plan(
         dtype=_dtype(dtype, found, state_format),
         state_format=state_format,
         micro_batch=micro_batch,
-        budgets=Budgets(
-            device_bytes=_bytes(device_memory, "device_memory"),
-            host_bytes=_bytes(host_memory, "host_memory"),
-            disk_bytes=0 if budget is None else budget.num_bytes,
-            disk_path=None if budget is None else str(budget.path),
-        ),
+        budgets=budgets,
         objective=objective,
     )
     return make_plan(spec, found, job)
@@ -79,8 +80,7 @@ def _dtype(
     dtype: str | torch.dtype | None, machine: Machine, state_format: str
 ) -> Literal["bf16", "fp32"]:
     if dtype is None:
-        on_cpu = machine.device_name.lower().startswith("cpu")
-        return "fp32" if on_cpu and state_format == "fp32" else "bf16"
+        return default_dtype(machine, state_format)
     names: dict[Any, Literal["bf16", "fp32"]] = {
         "bf16": "bf16",
         "fp32": "fp32",
@@ -93,4 +93,4 @@ def _dtype(
 
 
 def _bytes(size: int | str | None, what: str) -> int | None:
-    return None if size is None else parse_bytes(size, what=what)
+    return None if size is None else parse_budget(size, what=what)

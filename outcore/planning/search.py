@@ -18,6 +18,7 @@ from outcore.model_spec import ModelSpec
 from outcore.planning.choice_table import ChoiceTable
 from outcore.planning.choices import TIERS, Choice, Choices, Counts
 from outcore.planning.cost import Costs, input_bytes
+from outcore.planning.device_type import device_type
 from outcore.planning.lanes import COMPUTE
 from outcore.planning.memory import budgets_of
 from outcore.planning.micro_batch import pick_micro_batch
@@ -25,6 +26,7 @@ from outcore.planning.placement import Placement, Units
 from outcore.planning.plan import Job, Plan, Prediction
 from outcore.planning.refusal import refuse
 from outcore.planning.simulate import Simulated, simulate
+from outcore.planning.step_size import MOST_TOKENS, too_many
 
 SLOWER_FOR_MEMORY = 1.1  # objective="memory": the least device memory within this of the fastest
 _MOST_SEQUENCES = 1 << 17  # looked at for the tokens that hide everything
@@ -82,14 +84,12 @@ def _table(spec: ModelSpec, machine: Machine, job: Job) -> ChoiceTable:
         raise ValueError(
             f"a step of {job.tokens} tokens has no whole sequence of {job.seq_len} tokens"
         )
+    if job.tokens > MOST_TOKENS:
+        raise ValueError(f"a step has {job.tokens:,} tokens, {too_many()}")
     micro_batch = job.micro_batch or pick_micro_batch(
-        job.sequences, job.seq_len, device_type=_device_type(machine)
+        job.sequences, job.seq_len, device_type=device_type(machine)
     )
     return ChoiceTable(spec, machine, job, min(micro_batch, job.sequences))
-
-
-def _device_type(machine: Machine) -> str:
-    return "cpu" if machine.device_name.lower().startswith("cpu") else "cuda"
 
 
 # --- which choices there are ----------------------------------------------------------------------
@@ -338,7 +338,7 @@ def hiding_tokens(
 
     def is_hidden(sequences: int) -> bool:
         size = job.micro_batch or pick_micro_batch(
-            sequences, job.seq_len, device_type=_device_type(machine)
+            sequences, job.seq_len, device_type=device_type(machine)
         )
         longer = Job(
             tokens=sequences * job.seq_len,

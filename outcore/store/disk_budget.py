@@ -8,7 +8,7 @@ from pathlib import Path
 
 from outcore.store import disk_calls
 from outcore.store.ledger import Ledger
-from outcore.units import format_bytes, parse_bytes
+from outcore.units import format_bytes, parse_budget
 
 _MIN_MARGIN_BYTES = 1 << 30
 _MARGIN_FRACTION = 0.02
@@ -33,7 +33,7 @@ def parse_disk(text: str | PathLike[str]) -> DiskBudget:
         path, colon, size = text, "", ""
     if not path.strip():
         raise ValueError(f"disk {text!r} names no directory; write for example '/mnt/nvme:500GiB'")
-    num_bytes = parse_bytes(size, what="disk size") if colon else None
+    num_bytes = parse_budget(size, what="disk size") if colon else None
     return DiskBudget(path=Path(path.strip()).expanduser(), num_bytes=num_bytes)
 
 

@@ -10,7 +10,7 @@ from handmade_plans import GIB, make_machine, make_plan
 from typer.testing import CliRunner, Result
 
 from outcore.cli import app, planning
-from outcore.errors import OutcoreError, UnsupportedModel
+from outcore.errors import DoesNotFit, OutcoreError, UnsupportedModel
 from outcore.machine.machine import Machine
 from outcore.planning.plan import Budgets, Job, Plan
 from outcore.planning.plan_json import read_plan
@@ -106,6 +106,22 @@ def test_every_option_reaches_the_job(planner: Planner) -> None:
     assert (job.budgets.disk_path, job.budgets.disk_bytes) == ("/a:b", 2 * 2**40)
 
 
+@pytest.mark.parametrize(
+    ("device", "state", "dtype"),
+    [("CPU", "fp32", "fp32"), ("CPU", "compact", "bf16"), ("NVIDIA H200", "fp32", "bf16")],
+)
+def test_a_cpu_is_planned_in_fp32_as_from_python(
+    device: str, state: str, dtype: str, planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "machine_named", lambda _: make_machine(device_name=device))
+    result = run_plan("qwen2.5-7b", "--state", state)
+    assert result.exit_code == 0, result.output
+    assert {job.dtype for job in planner.jobs} == {dtype}
+    assert ("Planned in fp32, in which the engine computes on a CPU" in result.stdout) == (
+        dtype == "fp32"
+    )
+
+
 @pytest.mark.usefixtures("planner")
 def test_json_and_html_are_written(tmp_path: Path) -> None:
     files = ["--json", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]
@@ -152,6 +168,30 @@ def test_what_does_not_fit_is_an_answer_and_status_1(planner: Planner) -> None:
     assert result.stdout == ""
 
 
+def test_a_refusal_speaks_in_options(planner: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Plan:
+        raise DoesNotFit(
+            'it would fit with: state_format="compact"',
+            missing_bytes={"host": 1},
+            command_line="it would fit with: --state compact",
+        )
+
+    whole = planning.make_plan
+    monkeypatch.setattr(planning, "make_plan", refuse)
+    result = run_plan(*MODEL)
+    assert result.exit_code == 1
+    assert "it would fit with: --state compact" in result.stderr
+    assert "state_format" not in result.stderr
+
+    def refuse_the_smaller(spec: Any, machine: Machine, job: Job) -> Plan:
+        return whole(spec, machine, job) if job.budgets.device_bytes is None else refuse()
+
+    monkeypatch.setattr(planning, "make_plan", refuse_the_smaller)
+    result = run_plan(*MODEL)
+    assert result.exit_code == 0, result.output
+    assert "it does not fit. It would fit with: --state compact" in result.stdout
+
+
 def test_a_smaller_budget_that_does_not_fit_is_told(planner: Planner) -> None:
     planner.least_bytes = 21 * GIB
     result = run_plan(*MODEL, "--device-memory", "24GiB")
@@ -168,6 +208,11 @@ def test_a_smaller_budget_that_does_not_fit_is_told(planner: Planner) -> None:
         ([*MODEL, "--machine", "h300"], "--machine: no machine named 'h300'; known: h200-pcie5"),
         (["qwen2.5-7b"], "this machine could not be measured: no device. Name one"),
         ([*MODEL, "--device-memory", "lots"], "--device-memory: size 'lots' is not a size"),
+        (
+            [*MODEL, "--device-memory", "24"],
+            "--device-memory: size is 24 bytes; did you mean 24GiB",
+        ),
+        ([*MODEL, "--disk", "/scratch:500"], "--disk: size is 500 bytes; did you mean 500GiB"),
         ([*MODEL, "--host-memory", "-3GiB"], "--host-memory: size '-3GiB' is not a size"),
         ([*MODEL, "--disk", "500GiB"], "--disk: '500GiB' is not PATH:SIZE"),
         ([*MODEL, "--disk", ":500GiB"], "is not PATH:SIZE"),
@@ -176,6 +221,12 @@ def test_a_smaller_budget_that_does_not_fit_is_told(planner: Planner) -> None:
         ([*MODEL, "--tokens", "5000"], "no multiple of --seq-len 2,048; 4,096 or 6,144 would be"),
         ([*MODEL, "--tokens", "5"], "no multiple of --seq-len 2,048; 2,048 would be"),
         ([*MODEL, "--tokens", "0"], "Invalid value for '--tokens'"),
+        ([*MODEL, "--tokens", str(10**18)], "--tokens: 1,000,000,000,000,000,000, but a step of"),
+        ([*MODEL, "--tokens", str(10**30)], "but a step of at most 268,435,456 tokens"),
+        (
+            [*MODEL, "--tokens", str(10**9), "--seq-len", str(10**9)],
+            "--seq-len: 1,000,000,000, but a step of at most",
+        ),
         ([*MODEL, "--micro-batch", "17"], "17 sequences at a time, but a step has 16"),
         ([*MODEL, "--state", "int4"], "'int4' is not one of"),
         ([*MODEL, "--objective", "joy"], "'joy' is not one of"),

@@ -11,6 +11,7 @@ from torch import nn
 from training import outcore_threads
 
 import outcore
+from outcore.engine.token_ranges import TokenRanges
 
 LLAMA = BY_NAME["llama"]
 
@@ -268,6 +269,13 @@ def test_no_repeated_blocks(kind: str) -> None:
         ({"device": "mps"}, "device"),
         ({"device_memory": "many"}, "24GiB"),
         ({"device_memory": 0}, "device_memory"),
+        ({"device_memory": 24}, r"device_memory is 24 bytes; did you mean 24GiB\?"),
+        ({"device_memory": "24"}, r"device_memory is 24 bytes; did you mean 24GiB\?"),
+        ({"host_memory": 100}, r"host_memory is 100 bytes; did you mean 100GiB\?"),
+        (
+            {"state": "disk", "disk": "/tmp:500"},
+            r"disk size is 500 bytes; did you mean 500GiB\?",
+        ),
         ({"device_memory": True}, "device_memory"),
         ({"host_memory": "-3GB"}, "host_memory"),
         ({"micro_batch": 0}, "micro_batch must be 1 or more, not 0"),
@@ -319,6 +327,53 @@ def test_a_label_out_of_range(label: int) -> None:
     batch["labels"] = good
     model(**batch).loss.backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("is_positional", [False, True])
+@pytest.mark.parametrize("token", [VOCAB, -1, 10**6])
+def test_an_input_id_out_of_range(token: int, is_positional: bool) -> None:
+    model = offloaded(LLAMA.make())
+    batch = batch_of()
+    ids = batch.pop("input_ids")
+    bad = ids.clone()
+    bad[2, 7] = token
+    with pytest.raises(IndexError, match=rf"id {token} .* {VOCAB} entries, 0 to {VOCAB - 1}\."):
+        model(bad, **batch) if is_positional else model(input_ids=bad, **batch)
+    assert model(input_ids=ids, **batch).loss.isfinite()
+
+
+def test_ids_and_labels_out_of_range() -> None:
+    model = offloaded(LLAMA.make())
+    batch = batch_of()
+    batch["input_ids"][0, 0] = batch["labels"][0, 0] = VOCAB
+    with pytest.raises(ValueError, match=f"label {VOCAB} is out of range"):
+        model(**batch)
+
+
+def test_ids_that_the_model_replaces_itself() -> None:
+    """As multimodal models do with image tokens: what reaches the embedding counts."""
+
+    class Replacing(type(LLAMA.make())):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+            return super().forward(input_ids=input_ids.clamp(max=VOCAB - 1), **kwargs)
+
+    model = LLAMA.make()
+    model.__class__ = Replacing
+    batch = batch_of()
+    batch["input_ids"][0, 0] = VOCAB + 5
+    assert offloaded(model)(**batch).loss.isfinite()
+
+
+@pytest.mark.parametrize("has_labels", [False, True])
+def test_good_tokens_are_looked_at_once(has_labels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each look waits for the device."""
+    ids = torch.tensor([[1, 2, 3]])
+    reads = []
+    to_bool = torch.Tensor.__bool__
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda t: reads.append(t) or to_bool(t))
+    ranges = TokenRanges(embedding=4, head=4)
+    assert not ranges.check([ids], ids if has_labels else None, -100)
+    assert len(reads) == 1
 
 
 def test_shapes_that_do_not_match() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -133,3 +134,64 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     wrong["param_groups"][0]["params"].pop()
     with pytest.raises(ValueError, match="param groups"):
         optimizer.load_state_dict(wrong)
+
+
+def _without(*path: Any) -> Callable[[dict[str, Any]], Any]:
+    def change(state: dict[str, Any]) -> Any:
+        place: Any = state
+        for key in path[:-1]:
+            place = place[key]
+        del place[path[-1]]
+        return state
+
+    return change
+
+
+def _with(value: Any, *path: Any) -> Callable[[dict[str, Any]], Any]:
+    def change(state: dict[str, Any]) -> Any:
+        place: Any = state
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        return state
+
+    return change
+
+
+MALFORMED: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda state: {}, r"has no 'state', only \[\]: load what state_dict\(\)"),
+    (lambda state: {"model": 1}, r"has no 'state', only \[\"'model'\"\]"),
+    (lambda state: None, "not NoneType"),
+    (_without("param_groups"), "has no 'param_groups'"),
+    (_with([], "state"), "'state' of the optimizer state is list"),
+    (_with({}, "param_groups"), "'param_groups' of the optimizer state is dict"),
+    (_with(3, "param_groups", 0), r"param_groups\[0\] is int"),
+    (_without("param_groups", 0, "params"), r"param_groups\[0\] of the .* has no 'params'"),
+    (_without("param_groups", 0, "betas"), r"param_groups\[0\] of the .* has no 'betas'"),
+    (_with(-1.0, "param_groups", 0, "lr"), r"param_groups\[0\] of the state: lr must be 0 or more"),
+    (_with("x", "param_groups", 0, "eps"), r"param_groups\[0\] of the state"),
+    (_with({}, "state", "0"), "an entry for '0' and 0 more that no param group lists"),
+    (_with(None, "state", 2), "state of parameter 2 is NoneType"),
+    (_without("state", 3, "exp_avg_sq"), "state of parameter 3 has no 'exp_avg_sq', only"),
+    (_without("state", 3, "step"), "state of parameter 3 has no 'step'"),
+    (_with("two", "state", 3, "step"), "step of parameter 3 is 'two'"),
+    (_with(float("nan"), "state", 3, "step"), "step of parameter 3 is nan"),
+    (_with([1.0], "state", 3, "exp_avg"), "exp_avg of parameter 3 is list, needs a tensor"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), MALFORMED)
+def test_a_malformed_state_names_what_is_wrong_and_changes_nothing(
+    change: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    model = offloaded(LLAMA.make())
+    optimizer = outcore.AdamW(model, lr=LR)
+    train(model, optimizer, range(2))
+    before = copied(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(change(copied(optimizer.state_dict())))
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for index, entry in before["state"].items():
+        for name, value in entry.items():
+            assert torch.equal(value, after["state"][index][name]), (index, name)

@@ -1,0 +1,88 @@
+"""A change of a job in words: as Python's arguments, or as options of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from outcore.machine.machine import Machine
+from outcore.planning.plan import Job
+from outcore.units import format_bytes
+
+_PATH = "PATH"  # of a disk that was not named
+
+
+def python_words(asked: Job, changed: Job, machine: Machine) -> str:
+    """Return what to pass to ``outcore.plan``, and what the machine would have to have."""
+    arguments = {
+        "tokens": "tokens={}",
+        "micro_batch": "micro_batch={}",
+        "clips": "clipping=False",
+        "state_format": 'state_format="{}"',
+        "dtype": 'dtype="{}"',
+        "device": 'device_memory="{}"',
+        "host": 'host_memory="{}"',
+        "disk": 'disk="{}"',
+    }
+    differences = _differences(asked, changed, machine)
+    words = [arguments[name].format(value) for name, value in differences]
+    words += _memory_words(asked, changed, machine)
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def command_line_words(asked: Job, changed: Job, machine: Machine) -> str:
+    """Return what to add to ``outcore plan``, and what the machine would have to have."""
+    options = {
+        "tokens": "--tokens {}",
+        "micro_batch": "--micro-batch {}",
+        "clips": "--no-clipping",
+        "state_format": "--state {}",
+        "device": "--device-memory {}",
+        "host": "--host-memory {}",
+        "disk": "--disk {}",
+    }
+    differences = _differences(asked, changed, machine)
+    # The command picks the type itself.
+    words = " ".join(options[n].format(value) for n, value in differences if n in options)
+    return " with ".join(filter(None, [words, *_memory_words(asked, changed, machine)]))
+
+
+def is_beyond(changed: Job, asked: Job, machine: Machine) -> bool:
+    """Whether a changed budget is more than the machine has."""
+    return bool(_memory_words(asked, changed, machine))
+
+
+def _differences(asked: Job, changed: Job, machine: Machine) -> Iterator[tuple[str, str]]:
+    """Yield what differs and can be asked for on this machine, by name and new value."""
+    for name in ("tokens", "micro_batch", "clips", "state_format", "dtype"):
+        if getattr(asked, name) != getattr(changed, name):
+            yield name, str(getattr(changed, name))
+    for tier, num_bytes, has_bytes in _grown(asked, changed, machine):
+        if num_bytes > has_bytes:
+            continue
+        size = format_bytes(num_bytes).replace(" ", "")
+        path = changed.budgets.disk_path or _PATH
+        yield tier, f"{path}:{size}" if tier == "disk" else size
+
+
+def _memory_words(asked: Job, changed: Job, machine: Machine) -> list[str]:
+    return [
+        f"{format_bytes(num_bytes)} of {_MEMORY[tier]} (the machine has {format_bytes(has_bytes)})"
+        for tier, num_bytes, has_bytes in _grown(asked, changed, machine)
+        if num_bytes > has_bytes
+    ]
+
+
+_MEMORY = {"device": "device memory", "host": "host memory", "disk": "disk"}
+
+
+def _grown(asked: Job, changed: Job, machine: Machine) -> Iterator[tuple[str, int, int]]:
+    """Yield each tier whose budget changed: its new bytes, and those of the machine."""
+    has = {
+        "device": machine.device_memory_bytes,
+        "host": machine.host_memory_bytes,
+        "disk": machine.disk_bytes,
+    }
+    for tier, has_bytes in has.items():
+        before, after = (getattr(job.budgets, f"{tier}_bytes") for job in (asked, changed))
+        if before != after and after is not None:
+            yield tier, after, has_bytes

@@ -1,0 +1,196 @@
+"""Changes of a job with which a plan fits, each found by trying it.
+
+Single changes first. Where none of them fits this machine, the first pair that does; where no pair
+does, the first three, and so on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outcore.machine.machine import Machine
+from outcore.planning.change_words import is_beyond
+from outcore.planning.choices import TIERS
+from outcore.planning.memory import DEVICE_SLACK, budgets_of
+from outcore.planning.plan import Budgets, Job, StateFormat, Tier
+
+Needs = Callable[[Job], NDArray[np.int64]]
+"""Says what each choice takes in each tier, for a changed job: one row a choice, by TIERS."""
+
+_FORMATS: tuple[StateFormat, ...] = ("compact", "minimal")
+
+
+class Changes:
+    """The changes of one job on one machine. What was tried once is remembered."""
+
+    def __init__(self, job: Job, machine: Machine, needs: Needs) -> None:
+        self._job = job
+        self._machine = machine
+        self._needs = needs
+        self._rows: dict[Job, NDArray[np.int64]] = {}
+
+    def fitting(self) -> list[Job]:
+        """Return changed jobs that fit: on this machine, the nearest first, then on a larger one.
+
+        Nothing in it may fit; then larger budgets of all tiers do.
+        """
+        grown = [job for job in map(self._larger_budget, TIERS) if job is not None]
+        grown.sort(key=self._growth)
+        beyond = [job for job in grown if is_beyond(job, self._job, self._machine)]
+        here = [*self._single(), *(job for job in grown if job not in beyond)]
+        here.sort(key=self._rank)
+        if not here:
+            here = [job for job in [self._together()] if job is not None]
+        return [*here, *beyond] or self._all_larger()
+
+    def _rank(self, changed: Job) -> int:
+        """The disk and budgets first, then what changes the step, then what changes numbers."""
+        if changed.state_format != self._job.state_format:
+            return 2
+        return int(changed.budgets == self._job.budgets)
+
+    # --- single changes -------------------------------------------------------------------------
+
+    def _single(self) -> Iterator[Job]:
+        """Yield the changes that fit, one of each kind."""
+        kinds = set()
+        for kind, changed in self._moves(self._job):
+            if kind not in kinds and self._fits(changed):
+                kinds.add(kind)
+                yield self._nearest(changed)
+
+    def _moves(self, job: Job) -> Iterator[tuple[str, Job]]:
+        """Yield the changes that there are, each as far as it goes, by kind."""
+        if job.budgets.disk_bytes == 0 and self._machine.disk_bytes:
+            yield "disk", replace(job, budgets=replace(job.budgets, disk_bytes=None))
+        if job.clips:
+            yield "clipping", replace(job, clips=False)
+        if job.sequences > 1 and job.micro_batch != 1:
+            yield "micro-batch", replace(job, micro_batch=1)
+        if job.sequences > 1:
+            yield "tokens", replace(job, tokens=job.seq_len)
+        if job.state_format == "fp32":
+            for state_format in _FORMATS:
+                yield "state", replace(job, state_format=state_format, dtype="bf16")
+
+    def _nearest(self, changed: Job) -> Job:
+        """Return the same change with as many tokens and as little disk as fit."""
+        if changed.tokens != self._job.tokens:
+            low, high = 1, self._job.sequences - 1
+            while low < high:
+                middle = (low + high + 1) // 2
+                more = replace(changed, tokens=middle * changed.seq_len)
+                low, high = (middle, high) if self._fits(more) else (low, middle - 1)
+            changed = replace(changed, tokens=low * changed.seq_len)
+        if changed.budgets.disk_bytes is None and self._job.budgets.disk_bytes == 0:
+            rows, limits = self._needed(changed), self._limits(changed)
+            disk = rows[(rows <= limits).all(axis=1), TIERS.index("disk")]
+            size = min(_round_up(int(disk.min())), self._machine.disk_bytes)
+            changed = replace(changed, budgets=replace(changed.budgets, disk_bytes=size))
+        return changed
+
+    def _larger_budget(self, tier: Tier, job: Job | None = None) -> Job | None:
+        """Return the job with the least growth of one tier's budget with which it fits."""
+        job = job or self._job
+        index, rows = TIERS.index(tier), self._needed(job)
+        fits = rows <= self._limits(job)
+        fits[:, index] = True
+        alone = rows[fits.all(axis=1), index]
+        if not len(alone):
+            return None
+        larger = replace(job, budgets=_budgets(job, {tier: int(alone.min())}))
+        return larger if self._fits(larger) else None
+
+    # --- several at once ------------------------------------------------------------------------
+
+    def _together(self) -> Job | None:
+        """Return the fewest changes that fit this machine together, as near as they fit."""
+        for changed in self._several():
+            if self._fits(changed):
+                return self._nearest(changed)
+        return None
+
+    def _several(self) -> Iterator[Job]:
+        """Yield pairs, then pairs with a larger budget, then three changes and more."""
+        kinds = list(dict.fromkeys(kind for kind, _ in self._moves(self._job)))
+        fits_at_all = any(map(self._fits, self._combined(kinds)))
+        if fits_at_all:
+            for pair in combinations(kinds, 2):
+                yield from self._combined(pair)
+        larger = [
+            self._larger_budget(tier, changed)
+            for _, changed in self._moves(self._job)
+            for tier in TIERS
+        ]
+        for job in (*larger, *self._all_larger()):
+            if job is not None and not is_beyond(job, self._job, self._machine):
+                yield job
+        if fits_at_all:
+            for count in range(3, len(kinds) + 1):
+                for several in combinations(kinds, count):
+                    yield from self._combined(several)
+
+    def _combined(self, kinds: Sequence[str]) -> list[Job]:
+        """Return the job with a change of each kind."""
+        jobs = [self._job]
+        for kind in kinds:
+            jobs = [new for job in jobs for of, new in self._moves(job) if of == kind]
+        return jobs
+
+    def _all_larger(self) -> list[Job]:
+        """Return the job with larger budgets of every tier that is short, if that fits."""
+        rows, limits = self._needed(self._job), self._limits(self._job)
+        nearest = rows[int(np.argmin(np.maximum(0, rows - limits).sum(axis=1)))]
+        short: dict[Tier, int] = {
+            tier: int(need)
+            for tier, need, limit in zip(TIERS, nearest, limits, strict=True)
+            if need > limit
+        }
+        larger = replace(self._job, budgets=_budgets(self._job, short))
+        return [larger] if self._fits(larger) else []
+
+    # --- what fits ------------------------------------------------------------------------------
+
+    def _fits(self, job: Job) -> bool:
+        return bool((self._needed(job) <= self._limits(job)).all(axis=1).any())
+
+    def _needed(self, job: Job) -> NDArray[np.int64]:
+        if job not in self._rows:
+            self._rows[job] = self._needs(job)
+        return self._rows[job]
+
+    def _limits(self, job: Job) -> list[int]:
+        limits = budgets_of(self._machine, job.budgets)
+        return [limits[tier] for tier in TIERS]
+
+    def _growth(self, job: Job) -> float:
+        limits = zip(TIERS, self._limits(self._job), strict=True)
+        asked = [(getattr(job.budgets, f"{tier}_bytes"), limit) for tier, limit in limits]
+        return float(sum(size / max(1, limit) for size, limit in asked if size is not None))
+
+
+def _budgets(job: Job, num_bytes: dict[Tier, int]) -> Budgets:
+    """Return budgets of which ``num_bytes`` can be filled, as they are printed."""
+    changed = {
+        f"{tier}_bytes": _round_up(_budget_for(tier, value)) for tier, value in num_bytes.items()
+    }
+    return replace(job.budgets, **changed)  # type: ignore[arg-type]
+
+
+def _budget_for(tier: str, num_bytes: int) -> int:
+    """Return the budget of which ``num_bytes`` can be filled: of the device's, not all can."""
+    return int(num_bytes / (1 - DEVICE_SLACK)) + 1024 if tier == "device" else num_bytes
+
+
+def _round_up(num_bytes: int) -> int:
+    """Return the next number that is printed with one decimal and read back as no less."""
+    unit = 1024.0
+    while num_bytes >= 1024 * unit:
+        unit *= 1024
+    return math.ceil(math.ceil((num_bytes + 16) / unit * 10) * unit / 10) + 8

@@ -1,0 +1,134 @@
+"""Refusals: changes that were tried, alone or together, in the words of whoever asked."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from machines import GIB, H200
+
+from outcore.errors import DoesNotFit
+from outcore.model_spec import model_spec
+from outcore.planning.change_words import command_line_words, python_words
+from outcore.planning.plan import Budgets, Job
+from outcore.planning.search import fits, make_plan
+from outcore.units import parse_bytes
+
+CARD = replace(  # a card with 24 GB in a workstation with a disk
+    H200, device_memory_bytes=25_200_000_000, host_memory_bytes=128 * GIB, disk_bytes=2048 * GIB
+)
+NO_DISK = Budgets(disk_bytes=0)
+
+
+def refusal(shape: str, job: Job) -> DoesNotFit:
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(model_spec(shape), CARD, job)
+    for change in caught.value.changes:
+        assert fits(model_spec(shape), CARD, change.job), change.what
+    return caught.value
+
+
+def test_one_change_is_enough_where_one_fits() -> None:
+    job = Job(tokens=32_768, seq_len=2048, budgets=replace(NO_DISK, host_bytes=60 * GIB))
+    found = refusal("qwen2.5-7b", job)
+    assert found.changes
+    assert not any(" and " in change.what for change in found.changes)
+
+
+def test_a_pair_where_no_single_change_fits() -> None:
+    job = Job(tokens=524_288, seq_len=2048, budgets=NO_DISK)
+    found = refusal("qwen2.5-14b", job)
+    first, *larger = found.changes
+    assert first.what.startswith("tokens=")
+    assert ' and disk="PATH:' in first.what
+    assert first.options == f"--tokens {first.job.tokens} --disk {first.what.split(chr(34))[1]}"
+    assert all("the machine has" in change.what for change in larger)
+    # As many tokens as fit, and the disk as it is printed.
+    spec, more = model_spec("qwen2.5-14b"), first.job.tokens + job.seq_len
+    size = parse_bytes(first.what.split("PATH:")[1].rstrip(chr(34)))
+    printed = replace(first.job.budgets, disk_bytes=size)
+    assert fits(spec, CARD, replace(first.job, budgets=printed))
+    whole = replace(printed, disk_bytes=None)
+    assert not fits(spec, CARD, replace(first.job, tokens=more, budgets=whole))
+    for alone in (replace(first.job, budgets=job.budgets), replace(first.job, tokens=job.tokens)):
+        assert not fits(spec, CARD, alone)
+
+
+def test_three_changes_where_no_pair_fits() -> None:
+    found = refusal("llama-3.1-70b", Job(tokens=32_768, seq_len=2048, budgets=NO_DISK))
+    assert found.changes[0].options.startswith("--micro-batch 1 --no-clipping --disk PATH:")
+    assert found.changes[0].what.startswith("micro_batch=1, clipping=False and disk=")
+
+
+def test_a_larger_budget_with_the_disk_where_the_machine_has_both() -> None:
+    budgets = Budgets(disk_bytes=0, device_bytes=8 * GIB, host_bytes=20 * GIB)
+    found = refusal("qwen2.5-7b", Job(tokens=32_768, seq_len=2048, budgets=budgets))
+    assert found.changes[0].options.startswith("--device-memory ")
+    assert " --disk PATH:" in found.changes[0].options
+
+
+@pytest.mark.parametrize(
+    "budgets", [NO_DISK, replace(NO_DISK, device_bytes=8 * GIB, host_bytes=32 * GIB), Budgets()]
+)
+@pytest.mark.parametrize("tokens", [131_072, 1 << 20])
+def test_405b_is_refused_in_5_s(tokens: int, budgets: Budgets) -> None:
+    job = Job(tokens=tokens, seq_len=1024, budgets=budgets)
+    spec = model_spec("llama-3.1-405b")
+    start = time.perf_counter()
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(spec, CARD, job)
+    assert time.perf_counter() - start < 5
+    assert caught.value.changes
+
+
+ASKED = Job(tokens=32_768, seq_len=2048, budgets=NO_DISK)
+
+
+@pytest.mark.parametrize(
+    ("changes", "python", "options"),
+    [
+        ({"tokens": 2048}, "tokens=2048", "--tokens 2048"),
+        ({"micro_batch": 1}, "micro_batch=1", "--micro-batch 1"),
+        ({"clips": False}, "clipping=False", "--no-clipping"),
+        ({"state_format": "compact"}, 'state_format="compact"', "--state compact"),
+        (
+            {"budgets": replace(NO_DISK, disk_bytes=64 * GIB)},
+            'disk="PATH:64.0GiB"',
+            "--disk PATH:64.0GiB",
+        ),
+        (
+            {"budgets": replace(NO_DISK, disk_path="/nvme", disk_bytes=64 * GIB)},
+            'disk="/nvme:64.0GiB"',
+            "--disk /nvme:64.0GiB",
+        ),
+        (
+            {"budgets": replace(NO_DISK, device_bytes=20 * GIB, host_bytes=100 * GIB)},
+            'device_memory="20.0GiB" and host_memory="100.0GiB"',
+            "--device-memory 20.0GiB --host-memory 100.0GiB",
+        ),
+        (
+            {"budgets": replace(NO_DISK, device_bytes=48 * GIB)},
+            "48.0 GiB of device memory (the machine has 23.5 GiB)",
+            "48.0 GiB of device memory (the machine has 23.5 GiB)",
+        ),
+        (
+            {"tokens": 2048, "clips": False, "state_format": "minimal"},
+            'tokens=2048, clipping=False and state_format="minimal"',
+            "--tokens 2048 --no-clipping --state minimal",
+        ),
+    ],
+)
+def test_a_change_in_words(changes: dict[str, Any], python: str, options: str) -> None:
+    changed = replace(ASKED, **changes)
+    assert python_words(ASKED, changed, CARD) == python
+    assert command_line_words(ASKED, changed, CARD) == options
+
+
+def test_fp32_changes_its_type_with_its_state() -> None:
+    asked = replace(ASKED, dtype="fp32")
+    changed = replace(ASKED, state_format="compact")
+    said = python_words(asked, changed, CARD)
+    assert said == 'state_format="compact" and dtype="bf16"'
+    assert command_line_words(asked, changed, CARD) == "--state compact"
