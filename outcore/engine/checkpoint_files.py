@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from outcore.blocks import Part
+from outcore.engine.safetensors_header import num_elements, read_header
 from outcore.errors import StoreError
 
 INDEX = "model.safetensors.index.json"
@@ -22,6 +23,9 @@ class CheckpointFiles:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._file_of = self._read_index()
+        headers = [read_header(path) for path in sorted(set(self._file_of.values()))]
+        self.num_tensors = sum(map(len, headers))
+        self.num_elements = sum(map(num_elements, headers))
 
     def holds_all(self, model: nn.Module) -> bool:
         """Whether every parameter is stored under its own name with its own shape."""
@@ -87,7 +91,7 @@ class CheckpointFiles:
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
             names = {str(key): str(value) for key, value in weight_map.items()}
-        except (ValueError, KeyError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StoreError(f"{index}: not a safetensors index: {error}") from error
         files = {value: self._inside(value) for value in set(names.values())}
         return {key: files[value] for key, value in names.items()}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from outcore.blocks import Part
 from outcore.engine.checkpoint_files import CheckpointFiles
+from outcore.engine.model_directory import check_layers, check_size, converted, read_config
 from outcore.engine.offload import offload, offload_from, resolve_options
 from outcore.engine.options import OffloadOptions
 from outcore.errors import UnsupportedModel
@@ -40,7 +41,7 @@ def load(directory: str | Path, *, auto_class: Any = None, **options: Any) -> An
 
     safetensors files only; no pickle is read and no code from the directory is run.
     """
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     path = Path(directory).expanduser()
     if not (path / "config.json").is_file():
@@ -48,8 +49,7 @@ def load(directory: str | Path, *, auto_class: Any = None, **options: Any) -> An
             f"{path} is no Hugging Face model directory: it has no config.json. For a model on the "
             "Hub pass huggingface_hub.snapshot_download(name)."
         )
-    checked, plan = resolve_options(path, **options)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config = read_config(path)
     quantization = getattr(config, "quantization_config", None)
     if quantization:
         raise UnsupportedModel(
@@ -57,12 +57,13 @@ def load(directory: str | Path, *, auto_class: Any = None, **options: Any) -> An
             "fp32, bf16, fp16 and fp64 weights can be loaded. Dequantize it and save it first."
         )
     files = CheckpointFiles(path)
+    check_layers(config, files.num_tensors, path)
+    checked, plan = resolve_options(path, **options)
     model = _on_meta(config, auto_class)
     if not files.holds_all(model):
         # Names or shapes differ (fused experts, an old layout): transformers converts them.
-        auto = auto_class or auto_class_of(config)
-        whole = auto.from_pretrained(path, dtype="auto", use_safetensors=True)
-        return offload(whole, **options)
+        check_size(model, files.num_elements, path)
+        return offload(converted(auto_class or auto_class_of(config), path), **options)
     model = offload_from(model, checked, source=files, plan=plan)
     _fill_meta_buffers(model, checked.device)
     files.load_buffers(model)

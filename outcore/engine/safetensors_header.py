@@ -1,0 +1,59 @@
+"""The header of a safetensors file, read with limits before any library sees the file.
+
+The library checks offsets, sizes and types. What it lets pass is refused here: a name that stands
+twice, of which the second would silently win.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from outcore.errors import StoreError
+
+MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Return name → entry, without the metadata; StoreError says what is wrong."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(MOST_HEADER_BYTES, size - 8):
+                raise _wrong(path, f"its header would have {length} bytes, the file has {size}")
+            header = json.loads(file.read(length), object_pairs_hook=_no_name_twice)
+    except OSError as error:
+        raise _wrong(path, f"cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise _wrong(path, f"its header is no JSON of a safetensors file: {error}") from error
+    if not isinstance(header, dict):
+        raise _wrong(path, "its header is no table of tensors")
+    header.pop("__metadata__", None)
+    return header
+
+
+def num_elements(header: dict[str, Any]) -> int:
+    """Return the elements of all tensors that ``header`` names; what is malformed counts as 0."""
+    total = 0
+    for entry in header.values():
+        shape = entry.get("shape") if isinstance(entry, dict) else None
+        if isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape):
+            total += math.prod(shape)
+    return total
+
+
+def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} stands in it twice")
+    return table
+
+
+def _wrong(path: Path, what: str) -> StoreError:
+    return StoreError(f"{path}: not a safetensors file: {what}", path=path)

@@ -1,0 +1,316 @@
+"""A model directory from outside is hostile until checked: refused, and nothing of it runs."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import outcore
+from outcore.errors import OutcoreError
+
+FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MOST_GROWTH_BYTES = 200 << 20
+CONFIG = LlamaConfig(
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    vocab_size=31,
+    tie_word_embeddings=False,
+)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    torch.manual_seed(0)
+    LlamaForCausalLM(CONFIG).save_pretrained(path)
+    return path
+
+
+# --- headers of safetensors files ---------------------------------------------------------------
+
+
+def parts(directory: Path) -> tuple[dict[str, Any], bytes]:
+    data = (directory / FILE).read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def put(
+    directory: Path, header: bytes | dict[str, Any], body: bytes, length: int | None = None
+) -> None:
+    if isinstance(header, dict):
+        header = json.dumps(header).encode()
+    size = struct.pack("<Q", len(header) if length is None else length)
+    (directory / FILE).write_bytes(size + header + body)
+
+
+def with_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def harm(directory: Path) -> None:
+        header, body = parts(directory)
+        changed = change(header)
+        put(directory, header if changed is None else changed, body)
+
+    return harm
+
+
+def first(header: dict[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = header["lm_head.weight"]
+    return entry
+
+
+def set_first(**values: Any) -> Callable[[Path], None]:
+    return with_header(lambda header: first(header).update(values))
+
+
+def drop_first(key: str) -> Callable[[Path], None]:
+    return with_header(lambda header: first(header).pop(key) and None)
+
+
+def overlap(header: dict[str, Any]) -> None:
+    names = sorted(
+        (n for n in header if n != "__metadata__"), key=lambda n: header[n]["data_offsets"]
+    )
+    start, end = header[names[1]]["data_offsets"]
+    header[names[1]]["data_offsets"] = [start - 4, end - 4]
+
+
+def hole(directory: Path) -> None:
+    header, body = parts(directory)
+    for entry in header.values():
+        if "data_offsets" in entry:
+            entry["data_offsets"] = [offset + 8 for offset in entry["data_offsets"]]
+    put(directory, header, bytes(8) + body)
+
+
+def duplicate_keys(directory: Path) -> None:
+    header, body = parts(directory)
+    text = json.dumps(header)
+    name = json.dumps({"lm_head.weight": first(header)})[1:-1]
+    put(directory, (text[:-1] + ", " + name + "}").encode(), body)
+
+
+def header_length(length: int) -> Callable[[Path], None]:
+    def harm(directory: Path) -> None:
+        header, body = parts(directory)
+        put(directory, header, body, length)
+
+    return harm
+
+
+def raw_header(text: bytes) -> Callable[[Path], None]:
+    return lambda directory: put(directory, text, parts(directory)[1])
+
+
+def cut(directory: Path) -> None:
+    data = (directory / FILE).read_bytes()
+    (directory / FILE).write_bytes(data[:-7])
+
+
+def longer(directory: Path) -> None:
+    with (directory / FILE).open("ab") as file:
+        file.write(bytes(64))
+
+
+HEADERS: dict[str, Callable[[Path], None]] = {
+    "length 2^64-1": header_length(2**64 - 1),
+    "length 2^63": header_length(2**63),
+    "length beyond the file": header_length(10**9),
+    "length 0": header_length(0),
+    "length 1": header_length(1),
+    "no JSON": raw_header(b"not json at all   "),
+    "JSON cut": raw_header(b'{"a": {"dtype": "F32"'),
+    "a list": raw_header(b"[]" + b" " * 30),
+    "a number": raw_header(b"12345678"),
+    "not UTF-8": raw_header(b'{"\xff\xfe": 1}     '),
+    "deep": raw_header(b"[" * 200_000 + b"]" * 200_000),
+    "deep in metadata": raw_header(
+        b'{"__metadata__": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001
+    ),
+    "duplicate keys": duplicate_keys,
+    "overlap": with_header(overlap),
+    "hole": hole,
+    "beyond the file": set_first(data_offsets=[0, 2**40]),
+    "end before begin": set_first(data_offsets=[100, 0]),
+    "negative offsets": set_first(data_offsets=[-8, 0]),
+    "three offsets": set_first(data_offsets=[0, 4, 8]),
+    "offsets of text": set_first(data_offsets=["0", "4"]),
+    "shape of another size": set_first(shape=[31, 17]),
+    "shape that overflows": set_first(shape=[2**32, 2**32, 2**32]),
+    "negative shape": set_first(shape=[-31, -16]),
+    "fractional shape": set_first(shape=[31.5, 16]),
+    "unknown type": set_first(dtype="F7"),
+    "type is a number": set_first(dtype=7),
+    "no type": drop_first("dtype"),
+    "no shape": drop_first("shape"),
+    "no offsets": drop_first("data_offsets"),
+    "entry is a list": with_header(lambda header: header.update({"lm_head.weight": []})),
+    "metadata of numbers": with_header(lambda header: header.update(__metadata__={"a": {"b": 1}})),
+    "file cut": cut,
+    "file longer": longer,
+    "file empty": lambda directory: (directory / FILE).write_bytes(b"") and None,
+    "tensor missing": with_header(lambda header: header.pop("lm_head.weight") and None),
+}
+
+
+# --- indexes ------------------------------------------------------------------------------------
+
+
+def with_index(text: str) -> Callable[[Path], None]:
+    def harm(directory: Path) -> None:
+        outside = directory.parent / "outside.safetensors"
+        (directory / FILE).rename(outside)
+        (directory / INDEX).write_text(text.replace("@", str(directory.parent)))
+
+    return harm
+
+
+def weight_map(file_name: Any) -> str:
+    return json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": file_name}})
+
+
+INDEXES: dict[str, Callable[[Path], None]] = {
+    "index: parent folder": with_index(weight_map("../outside.safetensors")),
+    "index: absolute": with_index(weight_map("@/outside.safetensors")),
+    "index: sub folder and back": with_index(weight_map("a/../../outside.safetensors")),
+    "index: sub folder": with_index(weight_map("a/b.safetensors")),
+    "index: backslashes": with_index(weight_map("..\\outside.safetensors")),
+    "index: NUL": with_index(weight_map("model\x00.safetensors")),
+    "index: empty name": with_index(weight_map("")),
+    "index: a number": with_index(weight_map(5)),
+    "index: a pickle": with_index(weight_map("pytorch_model.bin")),
+    "index: missing file": with_index(weight_map("model-00001-of-00002.safetensors")),
+    "index: no JSON": with_index("{"),
+    "index: a list": with_index("[]"),
+    "index: no map": with_index("{}"),
+    "index: map is a list": with_index('{"weight_map": ["a"]}'),
+    "index: deep": with_index("[" * 100_000),
+}
+
+
+# --- pickles, configs and code ------------------------------------------------------------------
+
+
+class Canary:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def pickled(name: str) -> Callable[[Path], None]:
+    def harm(directory: Path) -> None:
+        (directory / FILE).unlink()
+        canary = Canary(directory.parent / "canary")
+        (directory / name).write_bytes(pickle.dumps({"lm_head.weight": canary}))
+        if name.endswith("-00001-of-00001.bin"):
+            index = {"metadata": {}, "weight_map": {"lm_head.weight": name}}
+            (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+    return harm
+
+
+def with_config(**values: Any) -> Callable[[Path], None]:
+    def harm(directory: Path) -> None:
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps({**config, **values}))
+
+    return harm
+
+
+def remote_code(directory: Path) -> None:
+    canary = directory.parent / "canary"
+    code = f"from pathlib import Path\nPath({str(canary)!r}).touch()\n"
+    (directory / "configuration_evil.py").write_text(code)
+    (directory / "modeling_evil.py").write_text(code)
+    with_config(
+        model_type="evil",
+        auto_map={
+            "AutoConfig": "configuration_evil.EvilConfig",
+            "AutoModelForCausalLM": "modeling_evil.EvilModel",
+        },
+    )(directory)
+
+
+def text_config(text: str) -> Callable[[Path], None]:
+    return lambda directory: (directory / "config.json").write_text(text) and None
+
+
+OTHERS: dict[str, Callable[[Path], None]] = {
+    "pickle: .bin": pickled("pytorch_model.bin"),
+    "pickle: .pt": pickled("model.pt"),
+    "pickle: shards": pickled("pytorch_model-00001-of-00001.bin"),
+    "pickle named safetensors": lambda directory: (
+        (directory / FILE).write_bytes(pickle.dumps(Canary(directory.parent / "canary"))) and None
+    ),
+    "config: remote code": remote_code,
+    "config: no JSON": text_config("{"),
+    "config: a list": text_config("[]"),
+    "config: deep": text_config('{"a":' * 50_000),
+    "config: unknown model": with_config(model_type="nothing-like-it"),
+    "config: wider than its weights": with_config(hidden_size=64),
+    "config: a vocabulary of 10^12": with_config(vocab_size=10**12),
+    "config: 10^9 layers": with_config(num_hidden_layers=10**9),
+    "config: layers as text": with_config(num_hidden_layers="two"),
+    "config: negative layers": with_config(num_hidden_layers=-1),
+}
+CASES = {**HEADERS, **INDEXES, **OTHERS}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_refused_and_nothing_of_it_runs(name: str, directory: Path) -> None:
+    CASES[name](directory)
+    opened: list[str] = []
+    watching = True
+
+    def watch(event: str, args: tuple[Any, ...]) -> None:
+        if watching and event == "open" and isinstance(args[0], (str, bytes)):
+            opened.append(str(args[0]))
+
+    sys.addaudithook(watch)
+    before = peak_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(OutcoreError) as refusal:
+            outcore.load(directory, device="cpu")
+    watching = False
+    assert str(refusal.value)
+    assert not (directory.parent / "canary").exists(), "its code ran"
+    assert not [path for path in opened if "outside" in path], "a file outside was opened"
+    assert peak_bytes() - before < MOST_GROWTH_BYTES
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(CASES) >= 60
+
+
+def test_the_directory_itself_is_fine(directory: Path) -> None:
+    model = outcore.load(directory, device="cpu")
+    assert torch.equal(
+        model.state_dict()["lm_head.weight"].float(),
+        LlamaForCausalLM.from_pretrained(directory).state_dict()["lm_head.weight"].float(),
+    )
+
+
+def peak_bytes() -> int:
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("needs /proc")
+    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
