@@ -157,3 +157,9 @@ def test_the_spec_is_what_the_engine_streams() -> None:
         assert runs_whole == [
             next(edges).runs_as_block if u.block is None else False for u in counted
         ]
+
+
+def test_a_config_of_absurdly_many_layers_is_refused_at_once() -> None:
+    config = shape_config("smollm2-135m", num_hidden_layers=10**9)
+    with pytest.raises(ValueError, match="num_hidden_layers is 1,000,000,000"):
+        model_spec(config)
