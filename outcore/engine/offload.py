@@ -160,13 +160,18 @@ def resolve_options(
         chosen = plan_here(subject, options, tokens, seq_len)
     if chosen is not None:
         options = planned(chosen, options, defaults)
-    elif is_left_open(options) and computes_on_cuda(options["device"]):
+    elif is_left_open(options) and computes_on_cuda(options["device"]) and _has_config(subject):
         options = usual_homes(
             options, lambda tokens, seq_len: plan_here(subject, options, tokens, seq_len)
         )
     else:
         options = without_plan(options)
     return check_options(**options), chosen
+
+
+def _has_config(subject: Any) -> bool:
+    """Whether a plan can be made: of a bare module only its blocks are known."""
+    return not isinstance(subject, nn.Module) or hasattr(subject, "config")
 
 
 def offload_from(
