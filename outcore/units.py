@@ -17,7 +17,7 @@ _FACTORS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-LEAST_BUDGET_BYTES = 2**20  # unless it is written with a unit
+LEAST_BUDGET_BYTES = 1 << 16  # a smaller number without a unit is one of GiB or MiB
 _PATTERN = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$", re.ASCII)
 
 

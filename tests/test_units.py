@@ -45,7 +45,7 @@ def test_a_budget_that_lost_its_unit(size: "int | str", meant: str) -> None:
 
 @pytest.mark.parametrize(
     ("size", "num_bytes"),
-    [("10KB", 10_000), ("24B", 24), (2**20, 2**20), (str(2**20), 2**20), ("0.5MiB", 2**19)],
+    [("10KB", 10_000), ("24B", 24), (2**16, 2**16), (str(2**16), 2**16), ("0.5MiB", 2**19)],
 )
 def test_a_budget_that_is_meant(size: "int | str", num_bytes: int) -> None:
     assert parse_budget(size) == num_bytes
