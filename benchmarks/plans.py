@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,15 @@ class Setting:
 
 
 GIB = 2**30
+LONG = Setting(
+    shape="llama-3.1-8b",
+    sequences=1,
+    seq_len=65_536,
+    clips=False,
+    steps=2,
+    warmup_steps=1,
+    plan={"device_memory": "24GiB"},
+)
 SETTINGS = {
     "7b": Setting(shape="qwen2.5-7b"),
     "7b-native": Setting(shape="qwen2.5-7b", system="native", micro_batch=1),
@@ -57,24 +66,8 @@ SETTINGS = {
         disk_bytes=61 * GIB,
         plan={"state_format": "minimal"},
     ),
-    "8b-long": Setting(
-        shape="llama-3.1-8b",
-        sequences=1,
-        seq_len=65_536,
-        clips=False,
-        steps=2,
-        warmup_steps=1,
-        plan={"device_memory": "24GiB"},
-    ),
-    "8b-longest": Setting(
-        shape="llama-3.1-8b",
-        sequences=1,
-        seq_len=73_728,
-        clips=False,
-        steps=2,
-        warmup_steps=1,
-        plan={"device_memory": "24GiB"},
-    ),
+    "8b-long": LONG,
+    "8b-longest": replace(LONG, seq_len=73_728),
     "3b-disk": Setting(
         shape="qwen2.5-3b",
         clips=False,

@@ -17,9 +17,10 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from outcore.blocks import Part, end_module, find_parts, runs_as_block
+from outcore.model_config import check_layers, read_config
 from outcore.shapes import config_from_dict, shape_config, shape_names
 from outcore.store.spans import SpanLayout
 
@@ -27,7 +28,6 @@ Dtype = Literal["bf16", "fp32"]
 BYTES_OF: dict[str, int] = {"bf16": 2, "fp32": 4}
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERT_SIZES = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
-MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ class ModelSpec:
 def model_spec(source: str | Path | PretrainedConfig | Mapping[str, Any]) -> ModelSpec:
     """Return the spec of a shape name, a Hugging Face directory, a config, or its plain values."""
     config, name = _config_of(source)
-    _check_layers(config)
+    check_layers(config)
     with torch.device("meta"), _without_init():
         model = auto_class(config).from_config(copy.deepcopy(config))
     model.tie_weights()  # part of the initialization that was left out
@@ -218,20 +218,11 @@ def _config_of(source: str | Path | PretrainedConfig | Mapping[str, Any]) -> tup
     file = directory if directory.is_file() else directory / "config.json"
     if file.is_file():
         name = file.parent.name if file.name == "config.json" else file.stem
-        return AutoConfig.from_pretrained(file, trust_remote_code=False), name
+        return read_config(file), name
     raise ValueError(
         f"{str(source)!r} is neither a directory with a config.json nor a shape. "
         f"Shapes: {', '.join(shape_names())}."
     )
-
-
-def _check_layers(config: Any) -> None:
-    """Refuse what would take hours to build, even without values."""
-    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise ValueError(
-            f"num_hidden_layers is {layers:,}, but models have {MOST_LAYERS:,} at most"
-        )
 
 
 def _without_init() -> Any:

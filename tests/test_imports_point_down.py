@@ -23,6 +23,7 @@ FLOORS = (
     ("engine",),
     ("planning",),
     ("model_spec",),
+    ("model_config",),
     ("machine",),
     ("optim",),
     ("stream",),

@@ -24,7 +24,6 @@ class CheckpointFiles:
         self._directory = directory
         self._file_of = self._read_index()
         headers = [read_header(path) for path in sorted(set(self._file_of.values()))]
-        self.num_tensors = sum(map(len, headers))
         self.num_elements = sum(map(num_elements, headers))
 
     def holds_all(self, model: nn.Module) -> bool:

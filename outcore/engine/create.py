@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from outcore.blocks import Part
 from outcore.engine.checkpoint_files import CheckpointFiles
-from outcore.engine.model_directory import check_layers, check_size, converted, read_config
+from outcore.engine.converted import check_size, converted
 from outcore.engine.offload import offload, offload_from, resolve_options
 from outcore.engine.options import OffloadOptions
 from outcore.errors import UnsupportedModel
+from outcore.model_config import read_config
 from outcore.model_spec import auto_class as auto_class_of
 
 
@@ -49,7 +50,7 @@ def load(directory: str | Path, *, auto_class: Any = None, **options: Any) -> An
             f"{path} is no Hugging Face model directory: it has no config.json. For a model on the "
             "Hub pass huggingface_hub.snapshot_download(name)."
         )
-    config = read_config(path)
+    config = read_config(path / "config.json")
     quantization = getattr(config, "quantization_config", None)
     if quantization:
         raise UnsupportedModel(
@@ -57,7 +58,6 @@ def load(directory: str | Path, *, auto_class: Any = None, **options: Any) -> An
             "fp32, bf16, fp16 and fp64 weights can be loaded. Dequantize it and save it first."
         )
     files = CheckpointFiles(path)
-    check_layers(config, files.num_tensors, path)
     checked, plan = resolve_options(path, **options)
     model = _on_meta(config, auto_class)
     if not files.holds_all(model):

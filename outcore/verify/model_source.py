@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from outcore.model_config import read_config
 from outcore.model_spec import auto_class
 from outcore.shapes import shape_config, shape_names
 
@@ -95,9 +96,7 @@ def _find(name: str) -> ModelSource:
             raise ValueError(f"{directory} is no Hugging Face model directory: no config.json")
         if not any(directory.glob("*.safetensors")):
             raise ValueError(f"{directory} has a config.json, but no safetensors files to load")
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        config = read_config(directory / "config.json")
         return ModelSource(name=name, config=config, directory=directory)
     if name in shape_names():
         return ModelSource(name=name, config=shape_config(name), directory=None)

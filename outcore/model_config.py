@@ -1,0 +1,50 @@
+"""The configuration of a model directory, read with limits; none of the directory's code is run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from outcore.errors import StoreError
+
+MOST_LAYERS = 10_000
+_MOST_BYTES = 64 << 20
+
+
+def read_config(file: Path) -> Any:
+    """Return the configuration in a JSON file; StoreError says what is wrong with it."""
+    from transformers import AutoConfig
+
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            raise StoreError(f"{file}: more than {_MOST_BYTES >> 20} MiB", path=file)
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(f"{file}: cannot be read: {error.strerror}", path=file) from error
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{file}: is no JSON: {error}", path=file) from error
+    if not isinstance(values, dict):
+        raise StoreError(f"{file}: is no table of settings", path=file)
+    try:
+        config = AutoConfig.from_pretrained(file, trust_remote_code=False)
+        check_layers(config)
+    except Exception as error:  # whatever its classes raise about values of a wrong type or size
+        raise StoreError(f"{file}: cannot be used ({first_line(error)})", path=file) from error
+    return config
+
+
+def check_layers(config: Any) -> None:
+    """Refuse what would take hours to build, even without values."""
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ValueError(
+            f"num_hidden_layers is {layers:,}, but models have {MOST_LAYERS:,} at most"
+        )
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
