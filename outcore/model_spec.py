@@ -90,14 +90,14 @@ class BlockSpec:
         """Return the activations of a kept block, without its input."""
         return self.kept_elements_per_token * BYTES_OF[dtype] + 4 * self.kept_statistics_per_token
 
-    def working_bytes_per_token(self, dtype: str) -> float:
+    def working_bytes_per_token(self, dtype: str, *, is_compiled: bool) -> float:
         """Return what a micro-batch needs while it is differentiated.
 
-        Its activations, and the gradients of the widest layer's inputs and output.
+        Its activations; compiled, their gradients take their place one by one. Otherwise also the
+        gradients of the widest layer's inputs and output.
         """
-        return (
-            self.kept_bytes_per_token(dtype) + 3 * self.widest_elements_per_token * BYTES_OF[dtype]
-        )
+        gradients = 0 if is_compiled else 3 * self.widest_elements_per_token
+        return self.kept_bytes_per_token(dtype) + gradients * BYTES_OF[dtype]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,6 +94,7 @@ def make_machine(**changes: Any) -> Machine:
         host_update_bytes_s=117e9,
         disk_read_bytes_s=3.4e9,
         disk_write_bytes_s=2e9,
+        disk_both_ways_bytes_s=1.3e9,
         matmul_flops_s=770e12,
         attention_forward_flops_s=609e12,
         attention_backward_flops_s=501e12,

@@ -107,6 +107,11 @@ def _add_disk(table: Table, disk: DiskFigures | None) -> None:
     how = "O_DIRECT" if disk.is_direct else "memory" if disk.is_memory else "buffered"
     table.add_row("disk read", f"{_gb_s(disk.read_bytes_s)} GB/s", f"{how}, {disk.file_system}")
     table.add_row("disk write", f"{_gb_s(disk.write_bytes_s)} GB/s", escape(disk.path))
+    table.add_row(
+        "disk, both at once",
+        f"{_gb_s(disk.both_ways_bytes_s)} GB/s",
+        "each way, while as much is read as written",
+    )
     table.add_row("free on disk", format_bytes(disk.free_bytes), "now")
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outcore.engine import read_back_barrier
+
 
 class BlockBody(nn.Module):
     """Calls a block's original forward; ``block.forward`` itself is replaced by the engine."""
@@ -43,5 +45,6 @@ def compiled_body() -> Callable[..., Any]:
 
         # Hybrid models have several structures, and each batch shape is compiled on its own.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        read_back_barrier.install()
         _compiled_body = torch.compile(run_body, dynamic=False)
     return _compiled_body

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from outcore.engine import read_back_barrier
 from outcore.stream.recording import compute_stream, recorded
 
 CHUNK_LOGITS = 1 << 28  # elements of logits that exist at a time
@@ -147,5 +148,6 @@ _compiled: Callable[..., Tensor] | None = None
 def _compiled_loss() -> Callable[..., Tensor]:
     global _compiled
     if _compiled is None:
+        read_back_barrier.install()
         _compiled = torch.compile(_loss_of_logits, dynamic=False)
     return _compiled

@@ -33,8 +33,10 @@ class Machine:
     host_copy_bytes_s: float
     host_update_bytes_s: float
 
+    # The disk. ``both_ways``: each direction, while as much is read as written.
     disk_read_bytes_s: float = 0.0
     disk_write_bytes_s: float = 0.0
+    disk_both_ways_bytes_s: float = 0.0
 
     # The device: large bf16 (and fp8) products, causal attention counted at half, own memory.
     matmul_flops_s: float

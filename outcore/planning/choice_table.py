@@ -252,16 +252,16 @@ class ChoiceTable:
             fetched = 2 * (weights[n] - weights[w]) - c.num_slots * self._largest_after[w]
             moved = np.maximum(0.0, fetched) + c.offloads_inputs * self._inputs[n - c.last_kept]
             lanes.append(moved / costs.machine.to_device_bytes_s)
-        if costs.machine.disk_read_bytes_s and costs.machine.disk_write_bytes_s:
+        if costs.machine.disk_read_bytes_s and costs.machine.disk_both_ways_bytes_s:
             disk_weights = weights[n] - weights[n - dw]
             state = (trained[n] - trained[n - ds]) * sizes.state
-            read = state / costs.machine.disk_read_bytes_s
+            both_ways_bytes_s = costs.machine.disk_both_ways_bytes_s
+            read = state / both_ways_bytes_s
             lanes.append(read + 2 * disk_weights / costs.machine.disk_read_bytes_s)
-            lanes.append(state / costs.machine.disk_write_bytes_s)
             # What has not passed through staging, or the ring, holds up the forward or backward.
             staged = float(STAGING_PIECES * self._disk_piece)
             held = staged if self._clips else staged + self._ring
-            written = np.maximum(0.0, state - held * sizes.moved) / costs.machine.disk_write_bytes_s
+            written = np.maximum(0.0, state - held * sizes.moved) / both_ways_bytes_s
             if self._clips:
                 lanes.append(np.maximum(read, written) + costs.head_s + backward)
             else:

@@ -15,7 +15,7 @@ from outcore.planning.plan import Job
 from outcore.planning.state_bytes import StateBytes
 
 MATMUL_EFFICIENCY = 1.0  # of sustained products, beside reading the weights
-ATTENTION_EFFICIENCY = 0.66  # at 2,048 tokens with grouped keys, of long sequences
+ATTENTION_HALF_TOKENS = 1050  # sequences of this length get half of attention's rate
 FP32_MATMUL_SHARE = 0.5  # TF32 products run at half the rate of bf16 ones
 FORWARD_TRAFFIC = 1.5  # element-wise reads and writes, in units of the activations that are saved
 BACKWARD_TRAFFIC = 3.0
@@ -74,7 +74,9 @@ class Costs:
         product_s = flops_per_token * self.tokens / self._matmul_flops_s
         # Each micro-batch reads all weights again; this binds only where it is small.
         read_s = count * parameters * self.bytes.weight / machine.device_memory_bytes_s
-        attention = attention_flops * self._job.sequences / ATTENTION_EFFICIENCY
+        seq_len = self._job.seq_len
+        attention_share = seq_len / (seq_len + ATTENTION_HALF_TOKENS)
+        attention = attention_flops * self._job.sequences / attention_share
         traffic_s = kept_bytes * self.tokens / machine.device_memory_bytes_s
         accumulate = FIRST_ACCUMULATE_BYTES + (count - 1) * ACCUMULATE_BYTES + GRADIENT_OUT_BYTES
         is_trained = trainable > 0
@@ -125,8 +127,9 @@ class Costs:
     def disk_read_s(self, num_bytes: float) -> float:
         return num_bytes / self.machine.disk_read_bytes_s + DISK_LATENCY_S
 
-    def disk_write_s(self, num_bytes: float) -> float:
-        return num_bytes / self.machine.disk_write_bytes_s + DISK_LATENCY_S
+    def disk_update_s(self, num_bytes: float) -> float:
+        """Reading state, or writing it back: each runs beside the other."""
+        return num_bytes / self.machine.disk_both_ways_bytes_s + DISK_LATENCY_S
 
 
 def input_bytes(block: BlockSpec, job: Job) -> int:

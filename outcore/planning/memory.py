@@ -13,6 +13,7 @@ from outcore.machine.machine import Machine
 from outcore.model_spec import BYTES_OF, ModelSpec
 from outcore.optim.gradient_sinks import RING_BUFFERS
 from outcore.planning.cost import input_bytes
+from outcore.planning.device_type import device_type
 from outcore.planning.placement import Placement, Units
 from outcore.planning.plan import Budgets, Job
 from outcore.planning.state_bytes import StateBytes
@@ -37,7 +38,7 @@ def budgets_of(machine: Machine, budgets: Budgets) -> dict[str, int]:
     host = budgets.host_bytes
     if host is None:
         host = max(0, int(machine.host_memory_bytes * HOST_SHARE) - PROCESS_BYTES)
-    has_disk = machine.disk_read_bytes_s > 0 and machine.disk_write_bytes_s > 0
+    has_disk = machine.disk_read_bytes_s > 0 and machine.disk_both_ways_bytes_s > 0
     disk = budgets.disk_bytes if budgets.disk_bytes is not None else machine.disk_bytes
     return {
         "device": int(device * (1 - DEVICE_SLACK)),
@@ -54,6 +55,7 @@ class MemoryModel:
         self._spec = spec
         self._job = job
         self._is_unified = machine.is_unified
+        self._is_compiled = device_type(machine) == "cuda"
         self._bytes = StateBytes.of(job)
         self._tokens = job.sequences * job.seq_len
         self._inputs = [input_bytes(block, job) for block in spec.blocks]
@@ -161,7 +163,7 @@ class MemoryModel:
         spec, dtype = self._spec, self._job.dtype
         rows_at_once = micro_batch * self._job.seq_len
         in_blocks = max(
-            rows_at_once * block.working_bytes_per_token(dtype)
+            rows_at_once * block.working_bytes_per_token(dtype, is_compiled=self._is_compiled)
             + block.trainable_parameters * self._bytes.gradient
             for block in spec.blocks
         )

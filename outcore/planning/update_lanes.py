@@ -164,7 +164,7 @@ class UpdateLanes:
             return arrived
         free = self._staged[-STAGING_PIECES] if len(self._staged) >= STAGING_PIECES else 0.0
         after = max(free, self._begun)
-        read = self._costs.disk_read_s(numel * self._disk_bytes(unit))
+        read = self._costs.disk_update_s(numel * self._disk_bytes(unit))
         return max(arrived, self._clock.run(DISK_READ, read, after, f"state {unit}"))
 
     def _disk_bytes(self, unit: int) -> float:
@@ -178,7 +178,10 @@ class UpdateLanes:
         self.awaited[unit] = HOST
         if on_disk:
             written = clock.run(
-                DISK_WRITE, costs.disk_write_s(numel * self._disk_bytes(unit)), end, f"state {unit}"
+                DISK_WRITE,
+                costs.disk_update_s(numel * self._disk_bytes(unit)),
+                end,
+                f"state {unit}",
             )
             self._staged.append(written)
             del self._staged[:-STAGING_PIECES]

@@ -27,7 +27,7 @@ from outcore.store.ledger import Ledger
 from outcore.store.page_memory import page_bytes
 from outcore.store.pieces import OpenFile, failed, read_piece, write_piece
 from outcore.store.record_access import RecordAccess
-from outcore.store.record_layout import Record, RecordLayout
+from outcore.store.record_layout import Record, RecordLayout, page_aligned_bytes
 from outcore.store.scratch_creation import (
     SCRATCH_FILE_NAME,
     create_scratch,
@@ -35,6 +35,7 @@ from outcore.store.scratch_creation import (
     inode_of,
 )
 
+MIN_PIECE_BYTES = 1 << 20
 OUT_OF_DISK = "Raise the disk budget, or train fewer parameters."
 
 # (file, memory, offset in the file, first page in the record, seed) → checksum
@@ -190,8 +191,9 @@ class ScratchFile:
         seed = (record.index << 40) + written.num_writes
         futures: list[Future[int]] = []
         try:
-            for start in range(0, record.num_bytes, self.options.piece_bytes):
-                piece = memory[start : start + self.options.piece_bytes]
+            piece_bytes = self._piece_bytes(record)
+            for start in range(0, record.num_bytes, piece_bytes):
+                piece = memory[start : start + piece_bytes]
                 futures.append(
                     pool.submit(
                         work, self._file, piece, record.offset + start, start // PAGE_BYTES, seed
@@ -209,6 +211,11 @@ class ScratchFile:
             if not future.cancelled() and (failure := future.exception()) is not None:
                 raise failure
         return sum(future.result() for future in futures) % 2**64
+
+    def _piece_bytes(self, record: Record) -> int:
+        """Return the bytes of one request: small enough for every thread to have one."""
+        share = page_aligned_bytes(-(-record.num_bytes // self.options.num_threads))
+        return min(self.options.piece_bytes, max(MIN_PIECE_BYTES, share))
 
     def _check_file(self, record: Record) -> None:
         """Raise if the file was deleted or cut: the descriptor alone would not tell."""

@@ -38,6 +38,7 @@ RANGES = {
     "disk_bytes": (32 * 2**30, 2**44),
     "disk_read_bytes_s": (1e9, 20e9),
     "disk_write_bytes_s": (0.5e9, 20e9),
+    "disk_both_ways_bytes_s": (0.3e9, 20e9),
     "to_device_bytes_s": (5e9, 450e9),
     "to_host_bytes_s": (5e9, 450e9),
     "both_ways_bytes_s": (5e9, 450e9),
@@ -76,6 +77,7 @@ def test_figures_are_in_sane_ranges(machine: Machine) -> None:
         value = getattr(machine, name)
         assert value is None or least <= value <= most, f"{name} = {value}"
     assert machine.both_ways_bytes_s <= max(machine.to_device_bytes_s, machine.to_host_bytes_s)
+    assert machine.disk_both_ways_bytes_s <= machine.disk_write_bytes_s
     assert machine.pageable_bytes_s <= machine.to_device_bytes_s
     assert machine.attention_backward_flops_s <= machine.attention_forward_flops_s
     assert machine.attention_forward_flops_s <= machine.matmul_flops_s

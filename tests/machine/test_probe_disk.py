@@ -38,6 +38,7 @@ def test_a_disk_is_read_and_written(tmp_path: Path) -> None:
     assert figures.path == str(tmp_path.resolve())
     assert figures.read_bytes_s > 1e6
     assert figures.write_bytes_s > 1e6
+    assert figures.both_ways_bytes_s > 1e6
     assert figures.free_bytes > 0
     assert figures.file_system == file_system_of(tmp_path) != "unknown"
     assert list(tmp_path.iterdir()) == []

@@ -57,9 +57,9 @@ def test_a_pair_where_no_single_change_fits() -> None:
 
 
 def test_three_changes_where_no_pair_fits() -> None:
-    found = refusal("llama-3.1-70b", Job(tokens=32_768, seq_len=2048, budgets=NO_DISK))
-    assert found.changes[0].options.startswith("--micro-batch 1 --no-clipping --disk PATH:")
-    assert found.changes[0].what.startswith("micro_batch=1, clipping=False and disk=")
+    found = refusal("llama-3.1-70b", Job(tokens=65_536, seq_len=2048, budgets=NO_DISK))
+    assert found.changes[0].options.startswith("--tokens 57344 --no-clipping --disk PATH:")
+    assert found.changes[0].what.startswith("tokens=57344, clipping=False and disk=")
 
 
 def test_a_larger_budget_with_the_disk_where_the_machine_has_both() -> None:

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outcore.errors import OutOfBudget, StoreError
+from outcore.kernels.checksum import Bytes
 from outcore.store import disk_calls
 from outcore.store.host_arena import HostArena
 from outcore.store.ledger import Ledger
@@ -56,6 +57,25 @@ def test_records_lie_behind_each_other_on_whole_pages(sizes: list[int]) -> None:
 def test_layouts_that_make_no_sense(sizes: list[int]) -> None:
     with pytest.raises(ValueError, match="record"):
         RecordLayout.of(sizes)
+
+
+def test_every_thread_has_a_request_of_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    write_at = disk_calls.write_at
+
+    def counting(fd: int, source: Bytes, offset: int) -> int:
+        sizes.append(len(source))
+        return write_at(fd, source, offset)
+
+    monkeypatch.setattr(disk_calls, "write_at", counting)
+    for pages, requests in ((1 << 11, 4), (1 << 13, 4), (1 << 14, 8), (1 << 8, 1)):
+        with make(tmp_path, pages, options=ScratchOptions()) as file:
+            sizes.clear()
+            file.write(0, memoryview(pattern(pages * PAGE_BYTES, 1)))
+        assert len(sizes) == requests
+        assert sum(sizes) == pages * PAGE_BYTES
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -1,5 +1,8 @@
 """The disk under a path: large aligned reads and writes past the page cache, where it allows that.
 
+State that lives on a disk is read and written in one step, so both at once is measured too: most
+disks share one bandwidth between the two.
+
 The file has no name from the moment it is open, so nothing is left behind however the probe ends.
 """
 
@@ -51,6 +54,9 @@ def measure_disk(folder: Path, sizes: ProbeSizes) -> DiskFigures:
             if not is_direct:
                 _forget_pages(file)
             read_bytes_s = file_blocks.run(_read, sizes.disk_s, sync=False)
+            if not is_direct:
+                _forget_pages(file)
+            both_ways_bytes_s = file_blocks.run(_read_and_write, sizes.disk_s, sync=True)
     except OSError as error:
         raise StoreError(
             f"{folder}: {error.strerror or error}; --disk names another folder"
@@ -62,6 +68,7 @@ def measure_disk(folder: Path, sizes: ProbeSizes) -> DiskFigures:
         free_bytes=free_bytes,
         read_bytes_s=read_bytes_s,
         write_bytes_s=write_bytes_s,
+        both_ways_bytes_s=both_ways_bytes_s,
         is_direct=is_direct,
         is_memory=file_system in _IN_MEMORY,
     )
@@ -161,6 +168,13 @@ def _write(file: int, buffer: mmap.mmap, offset: int) -> int:
 
 def _read(file: int, buffer: mmap.mmap, offset: int) -> int:
     return os.preadv(file, [buffer], offset)
+
+
+def _read_and_write(file: int, buffer: mmap.mmap, offset: int) -> int:
+    """Read a block and write it back, as an update does; threads are at different halves."""
+    if os.preadv(file, [buffer], offset) < len(buffer):
+        return 0
+    return os.pwritev(file, [buffer], offset)
 
 
 def _forget_pages(file: int) -> None:

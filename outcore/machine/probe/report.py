@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from outcore.machine.machine import Machine
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 Sharing = Literal["separate", "coherent", "unified"]
 """separate: copies over a link. coherent: two memories that both sides can address (Grace Hopper);
 copies still pay. unified: one memory."""
@@ -77,6 +77,7 @@ class DiskFigures:
     free_bytes: int
     read_bytes_s: float
     write_bytes_s: float
+    both_ways_bytes_s: float  # each way, while as much is read as written
     is_direct: bool  # O_DIRECT; otherwise through the page cache, with a sync
     is_memory: bool  # tmpfs: a disk in name only
 
@@ -128,6 +129,7 @@ class ProbeReport:
             "host_update_bytes_s": self.host.update_bytes_s,
             "disk_read_bytes_s": disk.read_bytes_s if disk else 0.0,
             "disk_write_bytes_s": disk.write_bytes_s if disk else 0.0,
+            "disk_both_ways_bytes_s": disk.both_ways_bytes_s if disk else 0.0,
             "matmul_flops_s": self.device.matmul_flops_s,
             "fp8_matmul_flops_s": self.device.fp8_matmul_flops_s,
             "attention_forward_flops_s": self.device.attention_forward_flops_s,

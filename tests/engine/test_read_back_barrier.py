@@ -1,0 +1,72 @@
+"""The barrier between a loop that stores a buffer and one that loads it back."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from outcore.engine import read_back_barrier
+
+inductor = pytest.importorskip("torch._inductor.codegen.triton")
+
+
+class Lines(list[str]):
+    writeline = list.append
+
+
+def test_one_barrier_before_what_an_earlier_loop_stored() -> None:
+    loaded: list[str] = []
+    kernel = SimpleNamespace(cse=SimpleNamespace(invalidated_stores={"buf1", "buf2"}), body=Lines())
+    load = read_back_barrier._mended(lambda kernel, name, index: loaded.append(name))
+    load(kernel, "input", 0)
+    assert kernel.body == []
+    load(kernel, "buf1", 0)
+    load(kernel, "buf1", 0)
+    load(kernel, "buf2", 0)
+    assert kernel.body == ["tl.debug_barrier()"]  # one is enough for all stores before it
+    kernel.cse.invalidated_stores.add("buf3")  # of the loop after it
+    load(kernel, "buf3", 0)
+    assert kernel.body == ["tl.debug_barrier()"] * 2
+    assert loaded == ["input", "buf1", "buf1", "buf2", "buf3"]
+
+
+def test_installed_once_and_in_the_caches_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(inductor.TritonKernel.load, "__wrapped__", inductor.TritonKernel.load)
+    monkeypatch.setattr(inductor.TritonKernel, "load", original)
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
+    assert read_back_barrier.install()
+    mended = inductor.TritonKernel.load
+    assert torch.compiler.config.cache_key_tag == "mine-outcore-read-back-barrier"
+    assert read_back_barrier.install()
+    assert inductor.TritonKernel.load is mended
+    assert torch.compiler.config.cache_key_tag == "mine-outcore-read-back-barrier"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_compiled_norm_behind_a_rotation_waits() -> None:
+    """Gemma 3's queries: the gradient is stored for the norm's weight and read for the rest."""
+    from torch._inductor.utils import run_and_get_code
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (scaled * (1 + weight.float())).to(x.dtype)
+
+    read_back_barrier.install()
+    x = torch.randn(1024, 8192, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(8192, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def train() -> tuple[torch.Tensor, ...]:
+        y = torch.compile(norm, dynamic=False)(x, weight)
+        return torch.autograd.grad(y.square().sum(), (x, weight))
+
+    first, codes = run_and_get_code(train)
+    # Wherever a kernel loads from one of its outputs, a barrier is in it.
+    for kernel in "\n".join(codes).split("@triton.jit")[1:]:
+        if "tl.load(out_ptr" in kernel:
+            assert "tl.debug_barrier()" in kernel
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, train(), strict=True))
