@@ -86,11 +86,12 @@ def replace_file(path: Path, data: bytes) -> None:
 
 def sync_directory(path: Path) -> None:
     """Return when the names in a directory are on the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        sync(fd)
-    finally:
-        os.close(fd)
+    with _clear_errors(path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            sync(fd)
+        finally:
+            os.close(fd)
 
 
 @contextlib.contextmanager
