@@ -34,7 +34,9 @@ class CacheWriter:
         self.num_documents = 0
         self._num_tokens = 0
         self._spare_counts = np.zeros(0, dtype=np.bool_)  # not yet eight of them
-        self._part_counts: list[NDArray[np.bool_]] = []
+        # Of the document that has begun and not ended; never its tokens, which may be many.
+        self._length = 0
+        self._first_counted: int | None = None
         self._part_hashes = b""
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -58,7 +60,13 @@ class CacheWriter:
         self._files["ids"].append(document.ids.astype(self._id_type).tobytes())
         self._add_counts(document.counts)
         self._num_tokens += len(document.ids)
-        self._part_counts.append(document.counts)
+        if self._first_counted is None:
+            # The first token is predicted from nothing, so its loss never counts.
+            skipped = 1 if self._length == 0 else 0
+            found = np.flatnonzero(document.counts[skipped:])
+            if len(found):
+                self._first_counted = self._length + skipped + int(found[0])
+        self._length += len(document.ids)
         self._part_hashes += document.content_hash.to_bytes(8, "little")
         if document.ends:
             self._end_document()
@@ -67,7 +75,7 @@ class CacheWriter:
         self, *, made_from: dict[str, Any], row_format: str, pad_token_id: int, report: BuildReport
     ) -> None:
         """Sync the files, and then say with a manifest that they are there."""
-        assert not self._part_counts, "the last document has no end"
+        assert not self._part_hashes, "the last document has no end"
         if len(self._spare_counts):
             bits = np.packbits(self._spare_counts, bitorder="little")
             self._files["counts"].append(bits.tobytes())
@@ -103,21 +111,15 @@ class CacheWriter:
         self._spare_counts = counts[whole:]
 
     def _end_document(self) -> None:
-        first, length = 0, sum(map(len, self._part_counts))
-        # The first token is predicted from nothing, so its loss never counts.
-        for index, counts in enumerate(self._part_counts):
-            behind = np.flatnonzero(counts[1:] if index == 0 else counts)
-            if len(behind):
-                first += int(behind[0]) + (index == 0)
-                break
-            first += len(counts)
         hashes = self._part_hashes
         if len(hashes) > 8:
             hashes = hashlib.blake2b(hashes, digest_size=8).digest()
         record = np.zeros(1, dtype=DOCUMENT)
         record["end"] = self._num_tokens
         record["content_hash"] = int.from_bytes(hashes, "little")
-        record["first_counted"] = min(first, length)
+        record["first_counted"] = (
+            self._length if self._first_counted is None else self._first_counted
+        )
         self._files["documents"].append(record.tobytes())
         self.num_documents += 1
-        self._part_counts, self._part_hashes = [], b""
+        self._length, self._first_counted, self._part_hashes = 0, None, b""
