@@ -31,6 +31,12 @@ _REMEDY = (
 )
 
 
+def token_ids(tokenizer: Any, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Tokenise a text of any length: what is too long for the model is cut later, so no warning."""
+    encoded = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+    return list(encoded["input_ids"])
+
+
 class ChatTokenizer:
     """Turns chats into tokens with a tokenizer's template, or without where it has none."""
 
@@ -54,7 +60,9 @@ class ChatTokenizer:
         text, spans = self._answers(chat.messages, counted)
         if not self._tokenizer.is_fast:
             return self._between_prefixes(text, spans)
-        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        encoded = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
         ids = np.array(encoded["input_ids"], dtype=np.uint32)
         offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         return ids, _inside(offsets, spans)
@@ -70,9 +78,11 @@ class ChatTokenizer:
             is_answer = message["role"] == "assistant"
             content = message.get("content", "")
             # By themselves: that is how a prompt is tokenised when a model is to answer it.
-            part = self._tokenizer(
-                content if is_answer else f"{content}\n", add_special_tokens=index == 0
-            )["input_ids"]
+            part = token_ids(
+                self._tokenizer,
+                content if is_answer else f"{content}\n",
+                add_special_tokens=index == 0,
+            )
             if index == 0 and end is not None and part and part[-1] == end:
                 part = part[:-1]  # some add it to every text; here the text goes on
             if is_answer and end is not None:
@@ -141,9 +151,8 @@ class ChatTokenizer:
         return texts[0], marked[0] if marked else []
 
     def _ids(self, text: str) -> NDArray[np.uint32]:
-        return np.array(
-            self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.uint32
-        )
+        ids = token_ids(self._tokenizer, text, add_special_tokens=False)
+        return np.array(ids, dtype=np.uint32)
 
     def _between_prefixes(self, text: str, spans: Sequence[tuple[int, int]]) -> Tokens:
         """For tokenizers that do not say where a token lies: tokenise up to each boundary."""

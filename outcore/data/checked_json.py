@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any, NoReturn
 
 from outcore.data.raw_rows import RowFault
 
 MAX_DEPTH = 64
-_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
@@ -18,16 +16,16 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RowFault(f"is not UTF-8 (byte {error.start} of the row)") from None
-    if _is_too_deep(text):
-        raise RowFault(f"is nested more than {MAX_DEPTH} deep")
     try:
         value = json.loads(text, parse_constant=_no_constant)
-    except RecursionError:
+    except RecursionError:  # the parser counts too, to some thousands
         raise RowFault(f"is nested more than {MAX_DEPTH} deep") from None
     except ValueError as error:
         raise RowFault(f"is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise RowFault(f"must be an object, not {_name_of(value)}")
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_too_deep(value):
+        raise RowFault(f"is nested more than {MAX_DEPTH} deep")
     return value
 
 
@@ -60,19 +58,16 @@ def checked_values(value: object, field: str) -> None:
         raise RowFault(f"{field} holds {_name_of(value)}")
 
 
-def _is_too_deep(text: str) -> bool:
-    if text.count("[") + text.count("{") <= MAX_DEPTH:
-        return False
-    depth = 0
-    for found in _STRING_OR_BRACKET.finditer(text):
-        mark = found.group()
-        if mark in "[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                return True
-        elif mark in "]}":
-            depth -= 1
-    return False
+def _is_too_deep(value: object) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (dict, list))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return bool(level)
 
 
 def _no_constant(name: str) -> NoReturn:

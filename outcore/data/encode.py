@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from outcore.data.chat_tokens import ChatTokenizer, LossOn, Tokens
+from outcore.data.chat_tokens import ChatTokenizer, LossOn, Tokens, token_ids
 from outcore.data.checked_json import parse_object, text_of
 from outcore.data.raw_rows import RawBatch, RawRow, RowFault, Unreadable
 from outcore.data.row_format import (
@@ -89,6 +89,9 @@ class Encoder:
             except RowFault as fault:
                 faults.append((row.line, str(fault)))
                 continue
+            except RecursionError:  # of a table: the depth of JSON is limited
+                faults.append((row.line, "is nested too deep"))
+                continue
             num_empty += not found
             documents += found
         return EncodedBatch(
@@ -137,7 +140,7 @@ class Encoder:
     def _text_ids(self, text: str, *, starts: bool, ends: bool) -> NDArray[np.uint32]:
         """Tokenise with what the tokenizer puts before a text, and an end token behind it."""
         end = self._tokenizer.eos_token_id
-        ids = self._tokenizer(text, add_special_tokens=starts)["input_ids"]
+        ids = token_ids(self._tokenizer, text, add_special_tokens=starts)
         if end is not None:
             has_end = bool(ids) and ids[-1] == end
             if ends and not has_end:

@@ -18,7 +18,6 @@ _CHUNK_BYTES = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _WHITESPACE = b" \t\r\n"
 _OUTSIDE_STRINGS = re.compile(rb'["\[\]{},]')
-_IN_STRING = re.compile(rb'["\\]')
 
 
 def starts_with_bracket(path: Path) -> bool:
@@ -89,26 +88,38 @@ class _Elements:
         self._depth = 0  # 0: before or after the array; 1: between its elements
         self._is_over = False
         self._in_string = False
-        self._escaped = False
+        self._is_escaped = False  # the next chunk's first character, by a backslash
         self._is_too_long = False
         self._after_comma = False
 
     def cut(self, chunk: bytes) -> Iterator[tuple[RawRow, int]]:
         position = 0
         while position < len(chunk):
-            if self._escaped:  # the character after a backslash, whatever it is
-                self._keep(chunk[position : position + 1])
-                self._escaped = False
-                position += 1
+            if self._in_string:
+                position = self._pass_string(chunk, position)
                 continue
-            pattern = _IN_STRING if self._in_string else _OUTSIDE_STRINGS
-            found = pattern.search(chunk, position)
+            found = _OUTSIDE_STRINGS.search(chunk, position)
             end = found.start() if found else len(chunk)
             self._keep(chunk[position:end])
             position = end
             if found:
                 position += 1
                 yield from self._take(found.group())
+
+    def _pass_string(self, chunk: bytes, position: int) -> int:
+        """Keep a string up to its next quote, and return the place behind it."""
+        quote = chunk.find(b'"', position)
+        end = quote + 1 if quote >= 0 else len(chunk)
+        text = chunk[position : quote if quote >= 0 else end]
+        self._keep(chunk[position:end])
+        num_backslashes = len(text) - len(text.rstrip(b"\\"))
+        if num_backslashes == len(text):  # they may go on from the chunk before
+            num_backslashes += self._is_escaped
+        is_escaped = num_backslashes % 2 == 1
+        if quote >= 0:
+            self._in_string = is_escaped
+        self._is_escaped = is_escaped and quote < 0
+        return end
 
     def end(self) -> Iterator[tuple[RawRow, int]]:
         if not self._is_over:
@@ -118,12 +129,9 @@ class _Elements:
             yield self._row(Unreadable("more follows after the end of the array"))
 
     def _take(self, mark: bytes) -> Iterator[tuple[RawRow, int]]:
-        """Go on behind a quote, backslash, bracket or comma that means what it says."""
+        """Go on behind a quote, bracket or comma that is in no string."""
         if self._is_over:  # nothing may follow; `end` will say so
             pass
-        elif self._in_string:
-            self._in_string = mark != b'"'
-            self._escaped = mark == b"\\"
         elif mark == b'"':
             self._in_string = True
         elif self._depth == 1 and mark in b",]":

@@ -40,8 +40,8 @@ class Slow:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
-    def __call__(self, text: str, *, add_special_tokens: bool) -> Any:
-        return self._tokenizer(text, add_special_tokens=add_special_tokens)
+    def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> Any:
+        return self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=verbose)
 
 
 def split_up(tokenizer: Any, chat: Chat, loss_on: Any = "answers") -> tuple[str, list[str]]:

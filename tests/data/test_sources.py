@@ -185,6 +185,20 @@ def test_a_bad_line_is_named(tmp_path: Path, make_cache: Any, what: str, tokeniz
     assert why in bad_why
 
 
+@pytest.mark.parametrize("depth", [64, 65])
+def test_the_depth_of_a_row(tmp_path: Path, make_cache: Any, depth: int) -> None:
+    """The object itself is one of them."""
+    nested: Any = 1
+    for number in range(depth - 1):
+        nested = [nested] if number % 2 else {"inner": nested}
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a", "n": nested}])
+    if depth == 64:
+        assert make_cache(path).num_examples == 1
+    else:
+        with pytest.raises(BadRow, match="nested more than 64 deep"):
+            make_cache(path)
+
+
 def test_brackets_in_a_string_are_not_deep(tmp_path: Path, make_cache: Any, tokenizer: Any) -> None:
     text = '[{"\\' * 100
     cache = make_cache(write_jsonl(tmp_path / "a.jsonl", [{"text": text, "n": [[[]]] * 50}]))
@@ -239,7 +253,7 @@ def test_a_bad_array(tmp_path: Path, make_cache: Any, text: str) -> None:
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.text('\\"[,a', max_size=9),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
     max_leaves=6,
 )
