@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.data.packing import one_each, pack
@@ -19,6 +19,7 @@ def lengths_and_seq_len(draw: st.DrawFn) -> tuple[list[int], int]:
     return draw(st.lists(st.integers(1, seq_len), max_size=60)), seq_len
 
 
+@settings(deadline=None)
 @given(job=lengths_and_seq_len(), window=st.integers(1, 70), seed=st.integers(0, 5))
 def test_every_piece_once_and_none_too_many(
     job: tuple[list[int], int], window: int, seed: int
@@ -35,6 +36,7 @@ def test_every_piece_once_and_none_too_many(
     assert np.array_equal(again.firsts, packed.firsts)
 
 
+@settings(deadline=None)
 @given(job=lengths_and_seq_len())
 def test_no_two_sequences_of_a_window_could_be_one(job: tuple[list[int], int]) -> None:
     lengths, seq_len = np.array(job[0], dtype=np.int64), job[1]
@@ -77,6 +79,7 @@ def test_without_packing() -> None:
     ]
 
 
+@settings(deadline=None)
 @given(num=st.integers(0, 200), seed=st.integers(0, 2**63), epoch=st.integers(0, 9))
 def test_an_order_has_every_number_once(num: int, seed: int, epoch: int) -> None:
     assert sorted(shuffled(num, seed, epoch).tolist()) == list(range(num))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers_made_here import documents, texts, write_jsonl
 
@@ -259,6 +259,7 @@ json_values = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(
     rows=st.lists(json_values, max_size=6),
     indent=st.sampled_from([None, 1]),
@@ -284,10 +285,16 @@ BAD_TEXTS = {
 
 
 @pytest.mark.parametrize("what", BAD_TEXTS)
+@pytest.mark.parametrize("part_bytes", [4, 1000])
 def test_a_bad_text_file_is_left_out_in_full(
-    tmp_path: Path, make_cache: Any, monkeypatch: pytest.MonkeyPatch, what: str, tokenizer: Any
+    tmp_path: Path,
+    make_cache: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    part_bytes: int,
+    tokenizer: Any,
 ) -> None:
-    monkeypatch.setattr(text_rows, "_PART_BYTES", 4)
+    monkeypatch.setattr(text_rows, "_PART_BYTES", part_bytes)
     data, line, why = BAD_TEXTS[what]
     folder = tmp_path / "folder"
     folder.mkdir()

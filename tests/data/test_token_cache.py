@@ -9,10 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers_made_here import (
@@ -27,6 +30,7 @@ from tokenizers_made_here import (
 from transformers import PreTrainedTokenizerFast
 
 from outcore.data import durable_files, raw_rows
+from outcore.data.cache_format import DOCUMENT
 from outcore.data.encode import EncodeOptions
 from outcore.data.tokenize import Progress, tokenize
 from outcore.errors import BadRow, LaneError, StoreError, UnsupportedTemplate
@@ -301,6 +305,53 @@ def test_a_manifest_that_says_something_else(
     again = tokenize(source, tokenizer, cache_dir=tmp_path / "cache", progress=counter)
     assert counter.num_built == 2
     assert len(documents(again)) == 100
+
+
+def test_files_that_do_not_agree(source: Path, tmp_path: Path, tokenizer: Any) -> None:
+    """Whole by their checksums, and still wrong: a document would end behind the last token."""
+    counter = Counter()
+    tokenize(source, tokenizer, cache_dir=tmp_path / "cache", progress=counter)
+    path = file_of(tmp_path / "cache", "documents")
+    records = np.fromfile(path, dtype=DOCUMENT)
+    records["end"][-1] += 1
+    records.tofile(path)
+    manifest = file_of(tmp_path / "cache", "manifest")
+    fields = json.loads(manifest.read_text())
+    fields["files"]["documents"]["crc32"] = zlib.crc32(records.tobytes())
+    manifest.write_text(json.dumps(fields))
+    tokenize(source, tokenizer, cache_dir=tmp_path / "cache", progress=counter)
+    assert counter.num_built == 2
+
+
+def test_a_lock_whose_name_is_gone_is_no_lock(tmp_path: Path) -> None:
+    """Whoever waited for a file that was deleted since must wait for the new one of its name."""
+    path = tmp_path / "lock"
+    inside: list[str] = []
+    may_leave = threading.Event()
+    num_at_once: list[int] = []
+
+    def enter(name: str) -> None:
+        with durable_files.locked(path):
+            inside.append(name)
+            num_at_once.append(len(inside))
+            may_leave.wait(10)
+            inside.remove(name)
+
+    waiting = threading.Thread(target=enter, args=("waited",))
+    with durable_files.locked(path):
+        waiting.start()
+        time.sleep(0.3)  # until it waits for the file that is there now
+    while not inside:
+        time.sleep(0.01)
+    late = threading.Thread(target=enter, args=("late",))
+    late.start()
+    time.sleep(0.3)
+    assert inside == ["waited"]
+    may_leave.set()
+    for thread in (waiting, late):
+        thread.join(10)
+    assert num_at_once == [1, 1]
+    assert not path.exists()
 
 
 def test_what_others_put_there_stays(source: Path, tmp_path: Path, make_cache: Any) -> None:
