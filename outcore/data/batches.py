@@ -85,6 +85,8 @@ class Batches(Iterator[Batch]):
         too_long = options.too_long or ("split" if cache.row_format == "text" else "cut")
         if examples is None:
             examples = np.arange(cache.num_examples)
+        if len(examples) and not 0 <= examples.min() <= examples.max() < cache.num_examples:
+            raise ValueError(f"examples must be numbers from 0 to {cache.num_examples - 1}")
         self.pieces = pieces_of(cache, examples, options.seq_len, too_long)
         places = np.stack([self.pieces.starts, self.pieces.lengths]).astype("<i8")
         self._pieces_checksum = zlib.crc32(places.tobytes())

@@ -307,11 +307,22 @@ def test_pairs_are_not_packed(pairs: TokenCache) -> None:
         Batches(pairs, BatchOptions(batch_size=1, seq_len=40, packing=True))
 
 
-def test_a_pair_goes_as_a_whole(pairs: TokenCache) -> None:
-    """The prompt of pair 10 has one token more, so that at this length its answers are cut off."""
-    with Batches(pairs, BatchOptions(batch_size=11, seq_len=4, num_epochs=1)) as batches:
+def test_a_pair_goes_as_a_whole(tmp_path: Path, make_cache: Any) -> None:
+    """One side's answer comes after another long turn, so that it is cut off."""
+    late = [{"role": "user", "content": "wait " * 20}, {"role": "assistant", "content": "bad"}]
+    rows = [
+        {"prompt": "one", "chosen": "good", "rejected": "bad"},
+        {"prompt": "two", "chosen": "good", "rejected": late},
+    ]
+    made = make_cache(write_jsonl(tmp_path / "a.jsonl", rows))
+    with Batches(made, BatchOptions(batch_size=2, seq_len=24, num_epochs=1)) as batches:
         assert batches.pieces.num_dropped == 1
-        assert sum(len(batch["input_ids"]) for batch in batches) == 20
+        (batch,) = list(batches)
+    assert [text_of(make_tokenizer(), batch, row)[1] for row in (0, 1)] == [
+        "good<|end|>",
+        "bad<|end|>",
+    ]
+    assert len(batch["input_ids"]) == 2
 
 
 def test_a_held_out_fraction_is_stable(tmp_path: Path, make_cache: Any) -> None:
@@ -344,6 +355,14 @@ def test_batches_of_a_split_share_nothing(cache: TokenCache) -> None:
     assert len(rows[0]) == len(training)
     assert len(rows[1]) == len(held_out)
     assert not rows[0] & rows[1]
+
+
+def test_examples_that_are_not_there(cache: TokenCache) -> None:
+    for examples in ([-1], [0, NUM_DOCUMENTS]):
+        with pytest.raises(ValueError, match=f"from 0 to {NUM_DOCUMENTS - 1}"):
+            Batches(cache, BatchOptions(batch_size=1, seq_len=8), examples=np.array(examples))
+    with pytest.raises(ValueError, match="no sequences"):
+        Batches(cache, BatchOptions(batch_size=1, seq_len=8), examples=np.arange(0))
 
 
 def test_a_split_with_an_empty_side(cache: TokenCache) -> None:

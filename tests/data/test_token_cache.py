@@ -113,6 +113,20 @@ def test_errors_of_other_processes_arrive_whole(tmp_path: Path, make_cache: Any)
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+class Noisy:
+    """Writes to the standard output of whatever process it is unpickled in."""
+
+    def __reduce__(self) -> Any:
+        return os.write, (1, b"a library says hello\n")
+
+
+def test_what_a_worker_prints_is_no_answer(tmp_path: Path, source: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.noisy = Noisy()
+    cache = tokenize(source, tokenizer, cache_dir=tmp_path / "cache", num_workers=2)
+    assert len(documents(cache)) == 100
+
+
 def test_a_script_without_a_main_guard(tmp_path: Path, source: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
