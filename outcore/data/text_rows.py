@@ -12,8 +12,8 @@ from pathlib import Path
 
 from outcore.data.raw_rows import RawRow, Unreadable
 
-_PART_BYTES = 1 << 20
-_MAX_PART_CHARACTERS = 4 << 20  # without the end of a line in it
+_PART_BYTES = 128 << 10  # a tokenizer takes some hundred times as much
+_MAX_PART_CHARACTERS = 512 << 10  # without the end of a line in it
 
 
 def read_text(path: Path) -> Iterator[tuple[RawRow, int]]:
