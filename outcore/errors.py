@@ -57,3 +57,27 @@ class DoesNotFit(OutOfBudget):
         self.command_line = command_line or message  # the message with options for arguments
         self.missing_bytes = missing_bytes  # by tier
         self.changes = changes  # outcore.planning.refusal.Change, the nearest first; each was tried
+
+
+class BadRow(OutcoreError, ValueError):
+    """A row of training data cannot be used; ``path``, ``line`` (from 1) and ``why`` say it all.
+
+    In a table, ``line`` is the number of the row.
+    """
+
+    def __init__(self, path: str | PathLike[str], line: int, why: str) -> None:
+        super().__init__(path, line, why)  # all three, so that it survives a way between processes
+        self.path = path
+        self.line = line
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line}: {self.why}"
+
+
+class UnsupportedTemplate(OutcoreError, ValueError):
+    """The tokenizer's chat template does not tell which tokens are answers."""
+
+
+class MissingLibrary(OutcoreError, ImportError):
+    """A library that only this kind of file needs is not installed; names the pip command."""

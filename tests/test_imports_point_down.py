@@ -31,6 +31,7 @@ FLOORS = (
     ("kernels",),
     ("blocks", "shapes"),
     ("store.memory_limits", "memory_limits"),
+    ("data",),
     ("units", "timeline"),
     ("errors",),
 )

@@ -1,0 +1,176 @@
+"""What a row means: its fields become a text, a chat, or a pair of chats to choose from.
+
+The format is named, or found from the fields of the first row; every row must then have it. Fields
+that a format does not have are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from outcore.data.checked_json import checked_values, text_of
+from outcore.data.raw_rows import RowFault
+
+RowFormat = Literal["text", "prompt-completion", "alpaca", "messages", "sharegpt", "preference"]
+ROW_FORMATS: tuple[RowFormat, ...] = get_args(RowFormat)
+
+Message = dict[str, Any]
+
+# Where a row has the fields of several, the first counts: many rows of chats also have a prompt.
+_FIELDS: dict[RowFormat, tuple[str, ...]] = {
+    "preference": ("prompt", "chosen", "rejected"),
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt-completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
+ALL_FIELDS = frozenset(field for fields in _FIELDS.values() for field in fields) | {"input"}
+
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A document of which every token counts."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages of which the assistant's count, from number ``first_counted`` on."""
+
+    messages: tuple[Message, ...]
+    first_counted: int = 0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two ends of one chat, the better one first."""
+
+    chosen: Chat
+    rejected: Chat
+
+
+Example = Text | Chat | Pair
+
+
+def find_row_format(row: Mapping[str, Any]) -> RowFormat:
+    """Return the format whose fields the row has."""
+    for row_format, fields in _FIELDS.items():
+        if all(field in row for field in fields):
+            return row_format
+    known = "; ".join(" + ".join(fields) for fields in _FIELDS.values())
+    found = ", ".join(sorted(map(str, row))) or "none that is known"
+    raise RowFault(f"the fields ({found}) are those of no format. The formats have: {known}")
+
+
+def example_of(row: Mapping[str, Any], row_format: RowFormat) -> Example:
+    """Return what the row means in this format, or raise a RowFault."""
+    missing = [field for field in _FIELDS[row_format] if field not in row]
+    if missing:
+        raise RowFault(f"has no {' and no '.join(missing)}, which the format {row_format!r} needs")
+    if row_format == "text":
+        return Text(text_of(row["text"], "text"))
+    if row_format == "messages":
+        return _whole_chat(_messages(row["messages"], "messages"))
+    if row_format == "sharegpt":
+        return _whole_chat(_sharegpt_messages(row["conversations"]))
+    if row_format == "prompt-completion":
+        return _answered(_prompt(row["prompt"]), row["completion"], "completion")
+    if row_format == "alpaca":
+        return _answered(_alpaca_prompt(row), text_of(row["output"], "output"), "output")
+    prompt = _prompt(row["prompt"])
+    return Pair(
+        _answered(prompt, row["chosen"], "chosen"), _answered(prompt, row["rejected"], "rejected")
+    )
+
+
+def _whole_chat(messages: tuple[Message, ...]) -> Chat:
+    if not any(message["role"] == "assistant" for message in messages):
+        raise RowFault("has no turn of the assistant, so nothing to learn from")
+    return Chat(messages)
+
+
+def _answered(prompt: tuple[Message, ...], value: object, field: str) -> Chat:
+    """Return the prompt with its answer: a text, or the messages after or including the prompt."""
+    if isinstance(value, str):
+        answer: tuple[Message, ...] = ({"role": "assistant", "content": text_of(value, field)},)
+    else:
+        answer = _messages(value, field)
+        if answer[: len(prompt)] == prompt:
+            answer = answer[len(prompt) :]
+        if not any(message["role"] == "assistant" for message in answer):
+            raise RowFault(f"{field} has no turn of the assistant after the prompt")
+    return Chat((*prompt, *answer), first_counted=len(prompt))
+
+
+def _prompt(value: object) -> tuple[Message, ...]:
+    if isinstance(value, str):
+        return ({"role": "user", "content": text_of(value, "prompt")},)
+    return _messages(value, "prompt")
+
+
+def _alpaca_prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    text = text_of(row["instruction"], "instruction")
+    more = row.get("input")
+    if more is not None and text_of(more, "input"):
+        text = f"{text}\n\n{more}"
+    return ({"role": "user", "content": text},)
+
+
+def _messages(value: object, field: str) -> tuple[Message, ...]:
+    return tuple(
+        _message(message, f"{field}[{index}]")
+        for index, message in enumerate(_list_of(value, field))
+    )
+
+
+def _message(value: object, field: str) -> Message:
+    if not isinstance(value, dict):
+        raise RowFault(f"{field} must be an object with role and content")
+    # Tables fill what a message does not have with nulls; a template must not see those.
+    message = {key: inner for key, inner in value.items() if inner is not None}
+    role = text_of(message.get("role"), f"{field}.role")
+    if role not in _ROLES:
+        raise RowFault(f"{field}.role is {role[:40]!r}, and none of {', '.join(sorted(_ROLES))}")
+    if "content" in message or not message.get("tool_calls"):
+        text_of(message.get("content"), f"{field}.content")
+    checked_values(message, field)
+    return message
+
+
+def _sharegpt_messages(value: object) -> tuple[Message, ...]:
+    messages = []
+    for index, turn in enumerate(_list_of(value, "conversations")):
+        field = f"conversations[{index}]"
+        if not isinstance(turn, dict):
+            raise RowFault(f"{field} must be an object with from and value")
+        speaker = text_of(turn.get("from"), f"{field}.from")
+        if speaker not in _SHAREGPT_ROLES:
+            known = ", ".join(_SHAREGPT_ROLES)
+            raise RowFault(f"{field}.from is {speaker[:40]!r}, and none of {known}")
+        content = text_of(turn.get("value"), f"{field}.value")
+        messages.append({"role": _SHAREGPT_ROLES[speaker], "content": content})
+    return tuple(messages)
+
+
+def _list_of(value: object, field: str) -> Sequence[object]:
+    if not isinstance(value, list):
+        raise RowFault(f"{field} must be a list of messages")
+    if not value:
+        raise RowFault(f"{field} is empty")
+    return value

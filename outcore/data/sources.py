@@ -1,0 +1,107 @@
+"""Which files hold the training data, what kind each is, and how a change of one is noticed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from outcore.data.json_rows import read_array, read_lines, starts_with_bracket
+from outcore.data.raw_rows import RawBatch, in_batches
+from outcore.data.table_rows import read_parquet, read_saved_dataset
+from outcore.data.text_rows import read_text
+
+Kind = Literal["lines", "array", "parquet", "text", "dataset"]
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".txt")
+_HASHED_BYTES = 64 << 10  # at each end of a file
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of rows, or the directory of a saved dataset."""
+
+    path: Path
+    kind: Kind
+
+    def files(self) -> tuple[Path, ...]:
+        if self.kind != "dataset":
+            return (self.path,)
+        return tuple(sorted(path for path in self.path.rglob("*") if path.is_file()))
+
+    def size_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.files())
+
+    def read(self, columns: frozenset[str]) -> Iterator[RawBatch]:
+        """Yield the rows as a stream; a table gives no other columns than these."""
+        if self.kind == "parquet":
+            return read_parquet(self.path, columns)
+        if self.kind == "dataset":
+            return read_saved_dataset(self.path, columns)
+        read = {"lines": read_lines, "array": read_array, "text": read_text}[self.kind]
+        return in_batches(str(self.path), read(self.path))
+
+
+def find_sources(paths: Paths) -> tuple[Source, ...]:
+    """Return what is at ``paths``, in their order; the files of a directory by name."""
+    if isinstance(paths, (str, os.PathLike)):
+        paths = [paths]
+    sources = tuple(source for path in paths for source in _sources_at(Path(path).absolute()))
+    if not sources:
+        raise ValueError(f"no files of training data at {', '.join(map(str, paths)) or 'no path'}")
+    return sources
+
+
+def _sources_at(path: Path) -> Iterator[Source]:
+    if not path.exists():
+        raise ValueError(f"{path} does not exist")
+    if not path.is_dir():
+        if path.suffix.lower() not in _SUFFIXES:
+            raise ValueError(f"{path} is none of the files that can be read: {_known_files()}")
+        yield Source(path, _kind(path))
+    elif (path / "dataset_dict.json").is_file():
+        splits = sorted(str(info.parent) for info in path.glob("*/dataset_info.json"))
+        raise ValueError(f"{path} holds several splits; name one: {', '.join(splits)}")
+    elif (path / "dataset_info.json").is_file() and (path / "state.json").is_file():
+        yield Source(path, "dataset")
+    else:
+        for file in sorted(path.rglob("*")):
+            if file.suffix.lower() in _SUFFIXES and file.is_file():
+                yield Source(file, _kind(file))
+
+
+def _known_files() -> str:
+    return f"{', '.join(_SUFFIXES)}, or the directory of a saved dataset"
+
+
+def _kind(path: Path) -> Kind:
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        return "parquet"
+    if suffix == ".txt":
+        return "text"
+    return "array" if suffix == ".json" and starts_with_bracket(path) else "lines"
+
+
+def fingerprint(sources: Sequence[Source]) -> list[dict[str, Any]]:
+    """Return what changes when a file does: its size, its time, and a hash of both its ends."""
+    return [_fingerprint(path) for source in sources for path in source.files()]
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        digest.update(file.read(_HASHED_BYTES))
+        file.seek(max(0, status.st_size - _HASHED_BYTES))
+        digest.update(file.read(_HASHED_BYTES))
+    return {
+        "path": str(path),
+        "size_bytes": status.st_size,
+        "modified_ns": status.st_mtime_ns,
+        "ends_sha256": digest.hexdigest(),
+    }

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers_made_here import make_tokenizer
+
+from outcore.data.encode import EncodeOptions
+from outcore.data.token_cache import TokenCache
+from outcore.data.tokenize import tokenize
+
+Make = Callable[..., TokenCache]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """Without a chat template."""
+    return make_tokenizer()
+
+
+@pytest.fixture
+def make_cache(tmp_path: Path, tokenizer: Any) -> Make:
+    def make(path: Path, *, using: Any = None, num_workers: int = 1, **options: Any) -> TokenCache:
+        return tokenize(
+            path,
+            using or tokenizer,
+            cache_dir=tmp_path / "cache",
+            options=EncodeOptions(**options),
+            num_workers=num_workers,
+        )
+
+    return make

@@ -1,0 +1,193 @@
+"""The tokens that count are those of the answers: no fewer, and none of the questions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import processors
+from tokenizers_made_here import (
+    CHATML,
+    CHATML_WITH_MARKS,
+    FORGETFUL,
+    chat,
+    counted,
+    make_tokenizer,
+    texts,
+    write_jsonl,
+)
+
+from outcore.data.chat_tokens import ChatTokenizer
+from outcore.data.row_format import Chat
+from outcore.errors import BadRow, UnsupportedTemplate
+
+PLAIN = make_tokenizer()
+PREFIXES = make_tokenizer(CHATML)
+MARKS = make_tokenizer(CHATML_WITH_MARKS)
+TALK = tuple(chat("hi the cat", "hello", "and on", "the mat 🎉"))
+
+
+class Slow:
+    """A tokenizer that does not say where its tokens lie."""
+
+    is_fast = False
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> Any:
+        return self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=verbose)
+
+
+def split_up(tokenizer: Any, chat: Chat, loss_on: Any = "answers") -> tuple[str, list[str]]:
+    """The whole text, and the stretches of it that count."""
+    ids, counts = ChatTokenizer(tokenizer, loss_on).tokens(chat)
+    stretches, stretch = [], []
+    for token_id, is_counted in zip([*ids, 0], [*counts, False], strict=True):
+        if is_counted:
+            stretch.append(int(token_id))
+        elif stretch:
+            stretches.append(tokenizer.decode(stretch))
+            stretch = []
+    return tokenizer.decode(ids), stretches
+
+
+def test_by_marks_of_the_template() -> None:
+    text, answers = split_up(MARKS, Chat(TALK))
+    assert answers == ["hello", "the mat 🎉"]
+    assert text == MARKS.apply_chat_template(list(TALK), tokenize=False)
+
+
+@pytest.mark.parametrize("tokenizer", [PREFIXES, Slow(PREFIXES)], ids=["fast", "slow"])
+def test_by_prefixes(tokenizer: Any) -> None:
+    text, answers = split_up(tokenizer, Chat(TALK))
+    assert answers == ["hello<|im_end|>\n", "the mat 🎉<|im_end|>\n"]
+    assert text == PREFIXES.apply_chat_template(list(TALK), tokenize=False)
+
+
+def test_without_a_template() -> None:
+    text, answers = split_up(PLAIN, Chat(TALK))
+    assert text == "hi the cat\nhello<|end|>and on\nthe mat 🎉<|end|>"
+    assert answers == ["hello<|end|>", "the mat 🎉<|end|>"]
+
+
+@pytest.mark.parametrize("tokenizer", [PLAIN, PREFIXES, MARKS], ids=["plain", "prefixes", "marks"])
+def test_which_answers_count(tokenizer: Any) -> None:
+    end = {PLAIN: "<|end|>", PREFIXES: "<|im_end|>\n", MARKS: ""}[tokenizer]
+    first, last = f"hello{end}", f"the mat 🎉{end}"
+    assert split_up(tokenizer, Chat(TALK))[1] == [first, last]
+    assert split_up(tokenizer, Chat(TALK), "last-answer")[1] == [last]
+    assert split_up(tokenizer, Chat(TALK, first_counted=3))[1] == [last]
+    text, answers = split_up(tokenizer, Chat(TALK), "all")
+    assert answers == [text]
+
+
+content = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=12
+).filter(lambda text: "<|" not in text)
+
+
+@settings(deadline=None)
+@given(contents=st.lists(content, min_size=2, max_size=6).filter(lambda all_: len(all_) % 2 == 0))
+def test_any_answer_counts_in_full(contents: list[str]) -> None:
+    talk = Chat(tuple(chat(*contents)))
+    for tokenizer, end in ((PREFIXES, "<|im_end|>\n"), (PLAIN, "<|end|>")):
+        ids, counts = ChatTokenizer(tokenizer, "answers").tokens(talk)
+        found = tokenizer.decode(ids[counts])
+        # A line break that an answer starts with may be in one token with the one before it.
+        expected = "".join(answer + end for answer in contents[1::2])
+        if not any(answer[0].isspace() for answer in contents[1::2]):
+            assert found == expected
+    ids, counts = ChatTokenizer(MARKS, "answers").tokens(talk)
+    if not any(answer[0].isspace() for answer in contents[1::2]):
+        assert MARKS.decode(ids[counts]) == "".join(contents[1::2])
+
+
+def test_a_token_across_the_start_of_an_answer_does_not_count() -> None:
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    talk = Chat(tuple(chat("say th", "e cat")))
+    assert any(token.endswith("the") for token in tokenizer.tokenize("say the cat"))
+    assert split_up(tokenizer, talk) == ("say the cat", [" cat"])
+    with pytest.raises(UnsupportedTemplate, match="joins the start or the end of an answer"):
+        split_up(Slow(tokenizer), talk)
+
+
+def test_tokens_whose_spaces_were_cut_off() -> None:
+    """Some tokenizers leave spaces out of a token's place; a token of one space is then nowhere."""
+    tokenizer = make_tokenizer(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }};{% endfor %}"
+    )
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert (11, 11) in tokenizer("assistant:  x", return_offsets_mapping=True)["offset_mapping"]
+    tokenizer.chat_template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    talk = Chat(tuple(chat("hi", " x  y", "a", " z")))
+    assert split_up(tokenizer, talk)[1] == [" x  y;", " z;"]
+
+
+def test_a_template_that_rewrites_earlier_turns(tmp_path: Path, make_cache: Any) -> None:
+    tokenizer = make_tokenizer(FORGETFUL)
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": list(TALK)}])
+    for on_bad_row in ("raise", "skip"):  # a matter of the template, not of a row
+        with pytest.raises(UnsupportedTemplate, match=r"turn 2 of 4 .*generation.*'last-answer'"):
+            make_cache(path, using=tokenizer, on_bad_row=on_bad_row)
+    cache = make_cache(path, using=tokenizer, loss_on="last-answer")
+    assert counted(cache, tokenizer) == ["<think></think>the mat 🎉<|im_end|>\n"]
+    single = write_jsonl(tmp_path / "b.jsonl", [{"prompt": "hi", "completion": "you"}])
+    cache = make_cache(single, using=tokenizer)
+    assert counted(cache, tokenizer) == ["<think></think>you<|im_end|>\n"]
+
+
+def test_a_template_with_too_few_marks() -> None:
+    once = "{% for m in messages %}{% if loop.last %}{% generation %}{{ m['content'] }}"
+    once += "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    with pytest.raises(UnsupportedTemplate, match="marks 1 answers of 2"):
+        split_up(make_tokenizer(once), Chat(TALK))
+
+
+def test_a_template_that_takes_no_cut_chat() -> None:
+    picky = "{% if messages | length < 3 %}{{ raise_exception('too short') }}{% endif %}" + CHATML
+    with pytest.raises(UnsupportedTemplate, match=r"cut after turn 1: .*too short"):
+        split_up(make_tokenizer(picky), Chat(TALK))
+
+
+def test_a_chat_that_the_template_refuses_is_a_bad_row(tmp_path: Path, make_cache: Any) -> None:
+    picky = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        + CHATML
+    )
+    system = {"role": "system", "content": "be good"}
+    rows = [{"messages": list(TALK)}, {"messages": [system, *TALK]}]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    tokenizer = make_tokenizer(picky)
+    with pytest.raises(BadRow, match="the chat template refuses it: no system") as caught:
+        make_cache(path, using=tokenizer)
+    assert caught.value.line == 2
+    assert make_cache(path, using=tokenizer, on_bad_row="skip").num_examples == 1
+
+
+def test_of_pairs_only_the_answers_count(tmp_path: Path, make_cache: Any) -> None:
+    row = {
+        "prompt": list(TALK[:3]),
+        "chosen": "good",
+        "rejected": [*TALK[:3], *chat("", "bad")[1:]],
+    }
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    for loss_on in ("answers", "all"):
+        cache = make_cache(path, using=PREFIXES, loss_on=loss_on)
+        assert cache.num_examples == 1
+        assert [counted(cache, PREFIXES, document) for document in (0, 1)] == [
+            ["good<|im_end|>\n"],
+            ["bad<|im_end|>\n"],
+        ]
+
+
+def test_of_a_text_every_token_counts(tmp_path: Path, make_cache: Any) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "the cat<|end|>"}])
+    cache = make_cache(path, using=PREFIXES)
+    assert texts(cache, PREFIXES) == counted(cache, PREFIXES) == ["the cat<|end|>"]

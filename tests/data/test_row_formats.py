@@ -1,0 +1,152 @@
+"""What the fields of a row mean, and what is wrong with those that mean nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers_made_here import CHATML, chat, counted, make_tokenizer, texts, write_jsonl
+
+from outcore.data.row_format import Chat, Pair, Text, example_of, find_row_format
+from outcore.errors import BadRow
+
+USER = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "hello"}
+EXPECTED = Chat((USER, ANSWER), first_counted=1)
+
+ROWS: dict[str, tuple[dict[str, Any], Any]] = {
+    "text": ({"text": "hi"}, Text("hi")),
+    "prompt-completion": ({"prompt": "hi", "completion": "hello"}, EXPECTED),
+    "alpaca": (
+        {"instruction": "hi", "input": "you", "output": "hello"},
+        Chat(({"role": "user", "content": "hi\n\nyou"}, ANSWER), first_counted=1),
+    ),
+    "messages": ({"messages": [USER, ANSWER]}, Chat((USER, ANSWER))),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
+        Chat((USER, ANSWER)),
+    ),
+    "preference": (
+        {"prompt": "hi", "chosen": "hello", "rejected": "go away"},
+        Pair(EXPECTED, Chat((USER, {"role": "assistant", "content": "go away"}), first_counted=1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("row_format", ROWS)
+def test_each_format_is_found_and_understood(row_format: Any) -> None:
+    row, expected = ROWS[row_format]
+    assert find_row_format({**row, "id": 7}) == row_format
+    assert example_of(row, row_format) == expected
+
+
+@pytest.mark.parametrize("row_format", ROWS)
+def test_each_field_is_needed(row_format: Any) -> None:
+    row, _ = ROWS[row_format]
+    for field in row:
+        less = {name: value for name, value in row.items() if name != field}
+        if field == "input":
+            assert example_of(less, row_format) == EXPECTED
+        else:
+            with pytest.raises(ValueError, match=f"has no {field}"):
+                example_of(less, row_format)
+
+
+def test_chats_count_more_than_other_fields() -> None:
+    row = {"text": "t", "prompt": "p", "completion": "c", "messages": [USER, ANSWER]}
+    assert find_row_format(row) == "messages"
+    assert find_row_format({**row, "chosen": "a", "rejected": "b"}) == "preference"
+
+
+def test_an_alpaca_row_without_input() -> None:
+    for nothing in ("", None):
+        row = {"instruction": "hi", "input": nothing, "output": "hello"}
+        assert example_of(row, "alpaca") == EXPECTED
+
+
+@pytest.mark.parametrize("prompt", ["hi", [USER]])
+@pytest.mark.parametrize("answer", ["hello", [ANSWER], [USER, ANSWER]])
+def test_pairs_as_text_or_as_messages(prompt: Any, answer: Any) -> None:
+    row = {"prompt": prompt, "chosen": answer, "rejected": answer}
+    assert example_of(row, "preference") == Pair(EXPECTED, EXPECTED)
+
+
+def test_nulls_that_a_table_puts_into_messages() -> None:
+    row = {"messages": [{**USER, "tool_calls": None}, {**ANSWER, "name": None}]}
+    assert example_of(row, "messages") == Chat((USER, ANSWER))
+
+
+def test_a_call_of_a_tool_needs_no_content() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    example = example_of({"messages": [USER, call]}, "messages")
+    assert example == Chat((USER, {"role": "assistant", "tool_calls": [{"name": "f"}]}))
+
+
+BAD = {
+    "messages is no list": ({"messages": "hi"}, "messages must be a list"),
+    "no messages": ({"messages": []}, "messages is empty"),
+    "a message is no object": ({"messages": [USER, "hello"]}, r"messages\[1\] must be an object"),
+    "no role": ({"messages": [{"content": "hi"}]}, r"messages\[0\]\.role must be text"),
+    "unknown role": ({"messages": [{"role": "robot", "content": ""}]}, "role is 'robot'"),
+    "no content": ({"messages": [USER, {"role": "assistant"}]}, r"messages\[1\]\.content"),
+    "parts": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "not a list"),
+    "no answer": ({"messages": [USER]}, "no turn of the assistant"),
+    "surrogate in a message": (
+        {"messages": [USER, {**ANSWER, "reasoning": ["\ud800"]}]},
+        "surrogate",
+    ),
+    "unknown speaker": ({"conversations": [{"from": "dog", "value": "wau"}]}, "from is 'dog'"),
+    "no value": ({"conversations": [{"from": "gpt"}]}, r"conversations\[0\]\.value"),
+    "chosen without an answer": (
+        {"prompt": "hi", "chosen": [USER], "rejected": "a"},
+        "chosen has no turn of the assistant after the prompt",
+    ),
+    "rejected is a number": ({"prompt": "hi", "chosen": "a", "rejected": 1}, "rejected must be"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_row_that_means_nothing(tmp_path: Path, make_cache: Any, what: str) -> None:
+    row, why = BAD[what]
+    with pytest.raises(BadRow, match=why):
+        make_cache(write_jsonl(tmp_path / "a.jsonl", [row]))
+
+
+def test_the_first_row_decides(tmp_path: Path, make_cache: Any, tokenizer: Any) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"messages": [USER, ANSWER]}])
+    with pytest.raises(BadRow, match="has no text, which the format 'text' needs") as caught:
+        make_cache(path)
+    assert caught.value.line == 2
+    path.write_text("nonsense\n" + json.dumps({"messages": [USER, ANSWER]}))
+    cache = make_cache(path, on_bad_row="skip")
+    assert cache.row_format == "messages"
+    assert texts(cache, tokenizer) == ["hi\nhello<|end|>"]
+
+
+def test_a_named_format(tmp_path: Path, make_cache: Any, tokenizer: Any) -> None:
+    row = {"text": "a text", "messages": [USER, ANSWER]}
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    assert texts(make_cache(path, row_format="text"), tokenizer) == ["a text<|end|>"]
+    with pytest.raises(BadRow, match="has no prompt and no completion"):
+        make_cache(path, row_format="prompt-completion")
+    with pytest.raises(ValueError, match="row_format must be one of"):
+        make_cache(path, row_format="csv")
+
+
+def test_fields_of_no_format(tmp_path: Path, make_cache: Any) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question": "a", "answer": "b"}])
+    for on_bad_row in ("raise", "skip"):
+        with pytest.raises(BadRow, match=r"the fields \(answer, question\) are those of no format"):
+            make_cache(path, on_bad_row=on_bad_row)
+
+
+def test_a_parquet_file_of_chats(tmp_path: Path, make_cache: Any) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"id": [1], "messages": [chat("hi", "hello", "and", "bye")]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    tokenizer = make_tokenizer(CHATML)
+    cache = make_cache(tmp_path / "a.parquet", using=tokenizer)
+    assert counted(cache, tokenizer) == ["hello<|im_end|>\n", "bye<|im_end|>\n"]
