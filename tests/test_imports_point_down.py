@@ -20,6 +20,7 @@ FLOORS = (
     ("cli",),
     ("verify", "bench"),
     (".",),
+    ("checkpoint",),
     ("engine",),
     ("planning",),
     ("model_spec",),

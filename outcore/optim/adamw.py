@@ -8,7 +8,7 @@ the forward waits, unit by unit, only for what it uses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -153,6 +153,22 @@ class AdamW(torch.optim.Optimizer):
         for group, values in zip(self.param_groups, saved.groups, strict=True):
             group.update(values)
         self._step = saved.step
+        self._backend.state_replaced(self._backend.units)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that this state has seen."""
+        return self._step
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Return each group's values, without its parameters."""
+        return [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+
+    def resume(self, num_steps: int, hyperparameters: Sequence[dict[str, Any]]) -> None:
+        """Go on from state that was written into ``self.state``, after ``num_steps`` steps."""
+        for group, values in zip(self.param_groups, hyperparameters, strict=True):
+            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        self._step = num_steps
         self._backend.state_replaced(self._backend.units)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
