@@ -64,8 +64,8 @@ class StreamedBlock:
         flat = self._services.slots.acquire(self.unit, phase)
         self._flat = flat
         try:
-            with torch.no_grad():
-                views = self.unit.layout.views(flat.detach())
+            # No views to autograd: models may write into tensors made from frozen weights.
+            views = self.unit.layout.over(flat)
             trainable = {f.name for f in self.unit.layout.trainable}
             with recorded("compute", f"{phase} {self.unit.name}", compute_stream(self.device)):
                 yield {

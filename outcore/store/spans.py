@@ -69,6 +69,15 @@ class SpanLayout:
         """Return each field as a view of ``flat``, which holds the whole span."""
         return {f.name: flat[f.offset : f.end].view(f.shape) for f in self.fields}
 
+    def over(self, flat: Tensor) -> dict[str, Tensor]:
+        """Return each field as a tensor of its own over the memory of ``flat``, in its storage."""
+        storage, start = flat.untyped_storage(), flat.storage_offset()
+        tensors = {}
+        for f in self.fields:
+            empty = flat.new_empty(0)
+            tensors[f.name] = empty.set_(storage, start + f.offset, f.shape)  # type: ignore[call-overload]
+        return tensors
+
     def separate(self, flat: Tensor) -> dict[str, Tensor]:
         """Return each field as a tensor with a storage of its own over the memory of ``flat``.
 

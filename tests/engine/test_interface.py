@@ -369,12 +369,17 @@ def test_two_models_side_by_side() -> None:
             assert torch.equal(tensor, expected[name]), name
 
 
-def test_peft_lora() -> None:
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [("llama", ["q_proj", "v_proj", "down_proj"]), ("mixtral", "all-linear")],  # fused experts
+)
+def test_peft_lora(name: str, targets: Any) -> None:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
+    plain = BY_NAME[name]
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
 
     def make() -> Any:
-        model = peft.get_peft_model(LLAMA.make(), config)
+        model = peft.get_peft_model(plain.make(), config)
         generator = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -382,7 +387,7 @@ def test_peft_lora() -> None:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
         return model
 
-    family = Family(name="lora", config=LLAMA.config)
+    family = Family(name="lora", config=plain.config)
     object.__setattr__(family, "make", make)
     batch = batch_of()
     assert_same_gradients(lambda model: model(**batch).loss, family)
