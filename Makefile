@@ -20,7 +20,7 @@ help:  ## Show this list
 setup: $(INSTALLED)  ## Make .venv and install the package into it (demo and test do this themselves)
 
 demo: $(INSTALLED)  ## Train a small model that does not fit the device memory it is given
-	@$(BIN)/python examples/learn_arithmetic.py $(ARGS)
+	@$(BIN)/outcore train $(ARGS)
 
 test: $(INSTALLED)  ## Run the tests that need no GPU and little time
 	@$(BIN)/python -m pytest $(ARGS)

@@ -26,6 +26,7 @@ from outcore.store.spans import SpanLayout
 
 Dtype = Literal["bf16", "fp32"]
 BYTES_OF: dict[str, int] = {"bf16": 2, "fp32": 4}
+EAGER_SHARE = 1.8  # what autograd saves where nothing is compiled: Llama 1.3, GPT-2 1.8
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERT_SIZES = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 
@@ -86,9 +87,10 @@ class BlockSpec:
     def input_bytes_per_token(self, dtype: str) -> int:
         return self.input_elements_per_token * BYTES_OF[dtype]
 
-    def kept_bytes_per_token(self, dtype: str) -> float:
+    def kept_bytes_per_token(self, dtype: str, *, is_compiled: bool = True) -> float:
         """Return the activations of a kept block, without its input."""
-        return self.kept_elements_per_token * BYTES_OF[dtype] + 4 * self.kept_statistics_per_token
+        elements = self.kept_elements_per_token * (1.0 if is_compiled else EAGER_SHARE)
+        return elements * BYTES_OF[dtype] + 4 * self.kept_statistics_per_token
 
     def working_bytes_per_token(self, dtype: str, *, is_compiled: bool) -> float:
         """Return what a micro-batch needs while it is differentiated.
@@ -97,7 +99,8 @@ class BlockSpec:
         gradients of the widest layer's inputs and output.
         """
         gradients = 0 if is_compiled else 3 * self.widest_elements_per_token
-        return self.kept_bytes_per_token(dtype) + gradients * BYTES_OF[dtype]
+        kept = self.kept_bytes_per_token(dtype, is_compiled=is_compiled)
+        return kept + gradients * BYTES_OF[dtype]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).parent.parent / "outcore"
 FLOORS = (
     ("__main__",),
     ("cli",),
+    ("train",),
     ("verify", "bench"),
     (".",),
     ("checkpoint",),

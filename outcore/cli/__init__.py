@@ -11,7 +11,7 @@ import typer
 from rich import print as rich_print
 
 import outcore
-from outcore.cli import bench, plan, probe, verify
+from outcore.cli import bench, plan, probe, train, verify
 
 __all__ = ["app", "main"]
 
@@ -22,6 +22,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
+app.command("train")(train.train_command)
 app.command("plan")(plan.plan_command)
 app.command("verify")(verify.verify_command)
 app.command("probe")(probe.probe_command)
@@ -43,8 +44,9 @@ def _outcore(
 ) -> None:
     """Train Hugging Face models that live off the GPU, bit-exact and at native speed.
 
-    Training itself is Python (outcore.offload and outcore.AdamW); these commands plan it for any
-    machine, and check and measure it on this one.
+    `outcore train` fine-tunes a model directory on a data file; in Python the same is
+    outcore.offload and outcore.AdamW. The other commands plan it for any machine, and check and
+    measure it on this one.
     """
 
 

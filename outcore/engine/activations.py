@@ -1,20 +1,26 @@
 """Which blocks keep their activations, and how many bytes that takes.
 
 "auto" recomputes every block in the first step, sees what one block's activations come to and how
-much of the device budget the step left, and from then on keeps as many blocks as fit. Kept and
-recomputed blocks give the same bits, so the choice never shows.
+much of the device budget the step left, and from then on keeps as many blocks as fit. A plan says
+which blocks keep; where their activations turn out larger than it counted with (its figures are of
+compiled blocks), they are recomputed instead. Kept and recomputed blocks give the same bits, so
+the choice never shows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from outcore.units import format_bytes
+
 Signature = tuple[Any, ...]
+SLACK = 1.1  # blocks of one model differ a little; a plan counts their mean
 
 
 class ActivationPolicy:
@@ -26,9 +32,15 @@ class ActivationPolicy:
         *,
         num_blocks: int,
         spare_bytes: Callable[[], int],
+        planned_bytes: int | None = None,
     ) -> None:
-        """``choices``: "keep", "recompute" or "offload" for each block; None: keep what fits."""
+        """``choices``: "keep", "recompute" or "offload" for each block; None: keep what fits.
+
+        ``planned_bytes``: what a plan counted for a block that keeps.
+        """
         self._choices = choices
+        self._planned_bytes = planned_bytes
+        self._has_warned = False
         self.num_kept = 0 if choices is None else choices.count("keep")
         self._num_blocks = num_blocks
         self._spare_bytes = spare_bytes
@@ -38,10 +50,23 @@ class ActivationPolicy:
     def keeps(self, block: int, signature: Signature) -> bool:
         """Whether the ``block``-th block keeps its activations; the last ones do first."""
         if self._choices is not None:
-            return self._choices[block] == "keep"
+            return self._choices[block] == "keep" and self._is_as_planned(signature)
         if signature != self._planned:
             return False
         return block >= self._num_blocks - self.num_kept
+
+    def _is_as_planned(self, signature: Signature) -> bool:
+        num_bytes = self.bytes_of(signature)
+        if self._planned_bytes is None or num_bytes <= SLACK * self._planned_bytes:
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"a block's activations take {format_bytes(num_bytes)}, the plan counted with "
+                f"{format_bytes(self._planned_bytes)}: they are recomputed instead of kept",
+                stacklevel=2,
+            )
+        return False
 
     def offloads(self, block: int) -> bool:
         """Whether the ``block``-th block's input waits for the backward on the host."""

@@ -62,6 +62,7 @@ class Engine:
             else options.for_blocks("activations", num_blocks),
             num_blocks=num_blocks,
             spare_bytes=self.spare_device_bytes,
+            planned_bytes=None if plan is None else plan.kept_block_bytes,
         )
         self.host_inputs = HostInputs(
             device=options.device, ledger=host_ledger, pin=options.device.type == "cuda"

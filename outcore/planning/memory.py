@@ -23,7 +23,7 @@ HOST_SHARE = 0.97  # of a machine's memory that a process gets
 DEVICE_SHARE = 0.98
 PROCESS_BYTES = 1_800_000_000  # interpreter, torch and its CUDA libraries; in no budget
 CHUNK_LOGITS = 1 << 28
-WORKSPACE_BYTES = 100_000_000  # of the matrix products' own
+WORKSPACE_BYTES = 100_000_000  # of the matrix products' own, on a GPU
 _OFFLOADED_INPUTS = 3  # on the device at a time: going, in use, coming
 
 TierBytes = dict[str, dict[str, int]]
@@ -55,7 +55,7 @@ class MemoryModel:
         self._spec = spec
         self._job = job
         self._is_unified = machine.is_unified
-        self._is_compiled = device_type(machine) == "cuda"
+        self._is_gpu = device_type(machine) == "cuda"
         self._bytes = StateBytes.of(job)
         self._tokens = job.sequences * job.seq_len
         self._inputs = [input_bytes(block, job) for block in spec.blocks]
@@ -63,7 +63,8 @@ class MemoryModel:
         self._stream_bytes = self._tokens * width  # the hidden states of the batch
         # A kept block holds its input and what autograd saved.
         self._kept = [
-            int(block.kept_bytes_per_token(job.dtype) * self._tokens) + kept_input
+            int(block.kept_bytes_per_token(job.dtype, is_compiled=self._is_gpu) * self._tokens)
+            + kept_input
             for block, kept_input in zip(spec.blocks, self._inputs, strict=True)
         ]
         self._num_norms = sum(edge.runs_as_block for edge in spec.edges)
@@ -163,7 +164,7 @@ class MemoryModel:
         spec, dtype = self._spec, self._job.dtype
         rows_at_once = micro_batch * self._job.seq_len
         in_blocks = max(
-            rows_at_once * block.working_bytes_per_token(dtype, is_compiled=self._is_compiled)
+            rows_at_once * block.working_bytes_per_token(dtype, is_compiled=self._is_gpu)
             + block.trainable_parameters * self._bytes.gradient
             for block in spec.blocks
         )
@@ -173,7 +174,8 @@ class MemoryModel:
             # The logits and their gradient, and the head's gradient in fp32.
             in_loss = 2 * logits * BYTES_OF[dtype] + 4 * spec.head_parameters
         # The hidden states after the last block and their gradient exist in both.
-        return int(max(in_blocks, in_loss) + 2 * self._stream_bytes + WORKSPACE_BYTES)
+        workspace = WORKSPACE_BYTES if self._is_gpu else 0
+        return int(max(in_blocks, in_loss) + 2 * self._stream_bytes + workspace)
 
 
 def _chunk_rows(num_rows: int, vocabulary: int) -> int:

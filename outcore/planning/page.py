@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Sequence
 
 from outcore.machine.machine import Machine
 from outcore.planning.compare import (
@@ -43,10 +44,16 @@ def plan_page(
     smaller: SmallerBudget | None = None,
     measured: Measurement | None = None,
     comparison: Comparison | None = None,
+    title: str | None = None,
+    first: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """Return the whole page; ``measured`` adds a second timeline and figures side by side."""
-    title = f"{plan.model} on {plan.machine}"
-    sections = [
+    """Return the whole page; ``measured`` adds a second timeline and figures side by side.
+
+    ``first``: headings and HTML of sections that come before the plan's own.
+    """
+    title = title or f"{plan.model} on {plan.machine}"
+    sections = [_section(heading, body) for heading, body in first]
+    sections += [
         _section("What it means", _findings(plan, smaller)),
         _section("A step, lane by lane", _timelines(plan, measured)),
     ]
@@ -63,7 +70,7 @@ def plan_page(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_policy()}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{text(title)} – Outcore plan</title>\n<style>\n{STYLE}\n</style>\n</head>\n"
+        f"<title>{text(title)} – Outcore</title>\n<style>\n{STYLE}\n</style>\n</head>\n"
         f"<body>\n<main>\n<h1>{text(title)}</h1>\n"
         f'<p class="quiet">{text(job_sentence(plan))}</p>\n'
         f"{_tiles(plan)}\n{''.join(sections)}</main>\n<script>{SCRIPT}</script>\n</body>\n</html>\n"

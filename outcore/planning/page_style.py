@@ -22,6 +22,11 @@ STYLE = """
     --c6: #d95926; --c7: #8593a6; --bad: #ff8a80; --good: #7bd88f;
   }
 }
+.chart text { font-size: 12px; fill: var(--ink2); }
+.chart .grid { stroke: var(--line); }
+.chart .line { fill: none; stroke-width: 2; }
+.s0 { stroke: var(--c0); } .s1 { stroke: var(--c6); }
+.chart .k1, .swatch .k1 { fill: var(--c6); }
 * { box-sizing: border-box; }
 body {
   margin: 0; padding: 24px 16px 48px; background: var(--page); color: var(--ink);

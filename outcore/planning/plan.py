@@ -92,5 +92,12 @@ class Plan:
     hidden_size: int | None = None
     prediction: Prediction
 
+    @property
+    def kept_block_bytes(self) -> int | None:
+        """What a block that keeps its activations holds, on average; None if none does."""
+        num_kept = sum(block.activations == "keep" for block in self.blocks)
+        kept = self.peak_bytes.get("device", {}).get("kept activations")
+        return kept // num_kept if kept and num_kept else None
+
     def tier_bytes(self, tier: str) -> int:
         return sum(self.peak_bytes.get(tier, {}).values())

@@ -1,0 +1,304 @@
+"""`outcore train`: fine-tune a model directory on data files; with nothing named, a demo."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from outcore.cli.report import console_for, stop, write_json
+from outcore.errors import OutcoreError
+
+if TYPE_CHECKING:
+    from outcore.train.figures import TrainResult
+    from outcore.train.settings import TrainSettings
+
+_OF_DEMO = {"seed", "device", "max_steps"}
+_LENGTH, _OPTIMIZER, _LORA = "Length", "Optimizer", "LoRA"
+_DATA, _SAVING, _MACHINE = "Data and evaluation", "Checkpoints and logs", "Machine"
+
+
+def _option(help: str, panel: str, **more: Any) -> Any:
+    return typer.Option(help=help, rich_help_panel=panel, show_default=False, **more)
+
+
+def train_command(
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A YAML file with the names of these options; what is given here goes first.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|SHAPE",
+            help="A Hugging Face directory (safetensors), or the name of a shape such as "
+            "smollm2-135m, which gets random weights.",
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSONL, JSON, Parquet, text, or a data set on disk; may be named several times.",
+        ),
+    ] = None,
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Becomes a Hugging Face directory; checkpoints inside."),
+    ] = None,
+    resume: Annotated[
+        bool | None, typer.Option("--resume", help="Go on from the newest whole checkpoint.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="DIR", help="A tokenizer other than the model's own.")
+    ] = None,
+    max_steps: Annotated[int | None, _option("Optimizer steps.", _LENGTH)] = None,
+    epochs: Annotated[float | None, _option("Times through the data (1).", _LENGTH)] = None,
+    tokens_per_step: Annotated[
+        int | None, _option("Tokens of one optimizer step (32,768).", _LENGTH)
+    ] = None,
+    seq_len: Annotated[
+        int | None, _option("Tokens of a sequence (2,048, or what the model can).", _LENGTH)
+    ] = None,
+    lr: Annotated[float | None, _option("Learning rate (1e-5; LoRA 2e-4).", _OPTIMIZER)] = None,
+    schedule: Annotated[
+        str | None, _option("cosine, linear or constant (cosine).", _OPTIMIZER)
+    ] = None,
+    warmup: Annotated[
+        float | None, _option("Steps, or below 1 a part of all of them (0.03).", _OPTIMIZER)
+    ] = None,
+    min_lr: Annotated[
+        float | None, _option("Learning rate at the end, as a part of --lr (0).", _OPTIMIZER)
+    ] = None,
+    weight_decay: Annotated[float | None, _option("Of matrices (0).", _OPTIMIZER)] = None,
+    beta1: Annotated[float | None, _option("AdamW's (0.9).", _OPTIMIZER)] = None,
+    beta2: Annotated[float | None, _option("AdamW's (0.95).", _OPTIMIZER)] = None,
+    eps: Annotated[float | None, _option("AdamW's (1e-8).", _OPTIMIZER)] = None,
+    max_grad_norm: Annotated[
+        float | None,
+        _option(
+            "Clip the global norm to this (1); 0 does not clip, and updates during the backward.",
+            _OPTIMIZER,
+        ),
+    ] = None,
+    on_non_finite: Annotated[
+        str | None, _option("raise or skip a step with NaN or infinity (raise).", _OPTIMIZER)
+    ] = None,
+    seed: Annotated[int | None, _option("Same seed, same run (0).", _OPTIMIZER)] = None,
+    lora: Annotated[
+        bool | None, _option("Train PEFT adapters over frozen weights.", _LORA, is_flag=True)
+    ] = None,
+    lora_rank: Annotated[int | None, _option("Rank of the adapters (16).", _LORA)] = None,
+    lora_alpha: Annotated[float | None, _option("Their scale (twice the rank).", _LORA)] = None,
+    lora_dropout: Annotated[float | None, _option("Dropout before them (0).", _LORA)] = None,
+    lora_targets: Annotated[
+        list[str] | None, _option("Layers that get one (every linear layer).", _LORA)
+    ] = None,
+    row_format: Annotated[
+        str | None,
+        _option(
+            "text, prompt-completion, alpaca, messages, sharegpt or preference (found).", _DATA
+        ),
+    ] = None,
+    loss_on: Annotated[str | None, _option("answers, last-answer or all (answers).", _DATA)] = None,
+    skip_bad_rows: Annotated[
+        bool | None, _option("Leave malformed rows out instead of stopping.", _DATA, is_flag=True)
+    ] = None,
+    packing: Annotated[
+        bool | None,
+        typer.Option(
+            "--packing/--no-packing",
+            help="Several examples in a sequence, blind to each other (yes).",
+            rich_help_panel=_DATA,
+            show_default=False,
+        ),
+    ] = None,
+    eval_data: Annotated[
+        list[str] | None, _option("Files to evaluate on.", _DATA, metavar="FILE")
+    ] = None,
+    held_out: Annotated[
+        float | None, _option("Part of the data to evaluate on instead.", _DATA)
+    ] = None,
+    eval_every: Annotated[int | None, _option("Steps (at the end only).", _DATA)] = None,
+    num_workers: Annotated[
+        int | None, _option("Processes that tokenise (one a core).", _DATA)
+    ] = None,
+    cache_dir: Annotated[
+        str | None, _option("Where tokens are kept (in the output).", _DATA, metavar="DIR")
+    ] = None,
+    save_every: Annotated[
+        int | None, _option("Steps (at the end, and when asked to stop).", _SAVING)
+    ] = None,
+    keep: Annotated[int | None, _option("Checkpoints that are kept (2).", _SAVING)] = None,
+    log_every: Annotated[
+        int | None, _option("Steps a line, where nobody watches (10).", _SAVING)
+    ] = None,
+    tensorboard: Annotated[
+        bool | None,
+        typer.Option(
+            "--tensorboard/--no-tensorboard",
+            help="Write TensorBoard logs (where it is installed).",
+            rich_help_panel=_SAVING,
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, _option("cuda or cpu; the GPU if there is one.", _MACHINE)
+    ] = None,
+    device_memory: Annotated[
+        str | None, _option("Budget, e.g. 24GiB (all that is free).", _MACHINE)
+    ] = None,
+    host_memory: Annotated[
+        str | None, _option("Budget, e.g. 100GiB (all that is free).", _MACHINE)
+    ] = None,
+    disk: Annotated[
+        str | None,
+        _option("Lets weights and state go there.", _MACHINE, metavar="PATH[:SIZE]"),
+    ] = None,
+    dtype: Annotated[str | None, _option("bf16 or fp32 (bf16; CPU: fp32).", _MACHINE)] = None,
+    state_format: Annotated[
+        str | None, _option("fp32, compact or minimal (fp32).", _MACHINE)
+    ] = None,
+    micro_batch: Annotated[
+        int | None, _option("Sequences that a block works on at a time.", _MACHINE)
+    ] = None,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="Write the result as JSON; - for stdout."),
+    ] = None,
+) -> None:
+    """Fine-tune a model that need not fit in GPU memory.
+
+    A plan for this machine is made and printed first. Ctrl-C (or SIGTERM) finishes the step,
+    writes a checkpoint and exits with 0; --resume then goes on to the same bits. Without any
+    option a small model learns to add, as a demonstration.
+
+    Examples: a chat model on your own chats; adapters only; go on after an interruption:
+
+        outcore train --model ./Qwen2.5-7B --data chats.jsonl --output tuned --epochs 2
+
+        outcore train --model ./Qwen2.5-7B --data chats.jsonl --output tuned --lora
+
+        outcore train --config tuned.yaml --resume
+    """
+    given = {
+        name: value
+        for name, value in locals().items()
+        if name not in ("config", "json_file") and value is not None and value != []
+    }
+    console = console_for(json_file)
+    with console.status("starting torch"):
+        import transformers
+
+        from outcore.train import settings as train_settings
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+    if config is None and not set(given) - _OF_DEMO:
+        _demo(console, json_file, given)
+        return
+    try:
+        from_file = {} if config is None else train_settings.read_settings(config)
+        settings = train_settings.settings_of({**from_file, **given})
+    except (ValueError, TypeError) as error:
+        stop(str(error))
+    result = _train(console, settings)
+    _tell(console, result)
+    write_json(_describe(result), json_file)
+
+
+def _train(console: Console, settings: TrainSettings) -> TrainResult:
+    from outcore.train.display import display_for
+    from outcore.train.run import train
+
+    try:
+        return train(settings, display_for(console, log_every=settings.log_every))
+    except (OutcoreError, ValueError) as error:
+        stop(str(error))
+
+
+def _tell(console: Console, result: TrainResult) -> None:
+    where = escape(str(result.output))
+    if result.is_complete:
+        console.print(
+            f"[bold green]done:[/] {result.step:,} steps in {result.seconds:,.0f} s; the model is "
+            f"in {where}, the report in {where}/report.html"
+        )
+    else:
+        console.print(
+            f"[bold]stopped[/] after step {result.step:,} of {result.num_steps:,}; "
+            "--resume goes on from there"
+        )
+
+
+def _describe(result: TrainResult) -> dict[str, Any]:
+    return {
+        "output": str(result.output),
+        "step": result.step,
+        "num_steps": result.num_steps,
+        "stopped_by": result.stopped_by,
+        "loss": result.loss,
+        "eval_loss": result.eval_loss,
+        "seconds": result.seconds,
+        "tiers": [asdict(tier) for tier in result.tiers],
+    }
+
+
+def _demo(console: Console, json_file: str | None, given: dict[str, Any]) -> None:
+    """Teach addition, and ask for sums that were held out before and after."""
+    import torch
+
+    from outcore.train import demo
+    from outcore.units import format_bytes
+
+    device = given.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory(prefix="outcore-demo-") as folder:
+        job = demo.make_demo(
+            Path(folder),
+            device=device,
+            seed=given.get("seed", 0),
+            num_steps=given.get("max_steps"),
+        )
+        console.print(
+            f"A small Llama takes [bold]{format_bytes(job.training_bytes)}[/] to train; the "
+            f"{escape(device)} device gets [bold]{job.settings.device_memory}[/]. It learns to add "
+            f"from {10 ** (2 * demo.NUM_DIGITS) - demo.NUM_HELD_OUT:,} problems; "
+            f"{len(job.held_out):,} others are held out."
+        )
+        before = job.accuracy(job.settings.model)
+        console.print(f"Held-out problems solved before: [bold]{before:.1%}[/]")
+        result = _train(console, job.settings)
+        if not result.is_complete:
+            console.print("[bold]stopped[/]")
+            raise typer.Exit(0)
+        answers = job.answers(str(result.output))
+        after = job.share_right(answers)
+        for (problem, right), answer in list(zip(job.held_out, answers, strict=True))[:5]:
+            mark = "[green]right[/]" if answer == right else "[red]wrong[/]"
+            console.print(f"  {demo.readable(problem, answer)}  {mark}")
+    peak = next(tier.peak_bytes for tier in result.tiers if tier.tier == "device")
+    passed = after >= demo.NEEDED_ACCURACY
+    console.print(
+        f"[bold {'green' if passed else 'red'}]Held-out problems solved: {before:.1%} before, "
+        f"{after:.1%} after {result.step} steps in {result.seconds:.0f} s[/]; device peak "
+        f"{format_bytes(peak)}, {peak / job.training_bytes:.0%} of the training bytes"
+        + ("" if passed else f" ({demo.NEEDED_ACCURACY:.0%} were expected)")
+    )
+    report = {
+        **_describe(result),
+        "accuracy_before": before,
+        "accuracy_after": after,
+        "training_bytes": job.training_bytes,
+    }
+    del report["output"]
+    write_json(report, json_file)
+    if not passed:
+        raise typer.Exit(1)

@@ -1,0 +1,1 @@
+"""The training job: settings in, an ordinary Hugging Face model directory out."""

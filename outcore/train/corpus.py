@@ -1,0 +1,94 @@
+"""The data of a run: files tokenised once, and the batches of training and evaluation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outcore.data.batches import Batches, BatchOptions
+from outcore.data.encode import EncodeOptions
+from outcore.data.split import split_held_out
+from outcore.data.token_cache import TokenCache
+from outcore.data.tokenize import Progress, tokenize
+from outcore.train.settings import TrainSettings
+
+CACHE_FOLDER = "tokens"
+_MOST_WORKERS = 16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Corpus:
+    """Batches to train on, without end or counted, and those to evaluate on, once through."""
+
+    cache: TokenCache
+    training: Batches
+    evaluation: Callable[[], Batches] | None
+    num_steps: int
+
+    @property
+    def is_pairs(self) -> bool:
+        return self.cache.documents_per_example == 2
+
+    def close(self) -> None:
+        self.training.close()
+
+
+def make_corpus(
+    settings: TrainSettings, tokenizer: Any, progress: Callable[[Progress], None] | None = None
+) -> Corpus:
+    """Tokenise what is not in the cache yet, and arrange it in batches."""
+    assert settings.seq_len is not None
+    cache = _tokens(settings, settings.data, tokenizer, progress)
+    examples, held_out = None, None
+    if settings.held_out:
+        examples, held_out = split_held_out(cache, settings.held_out)
+    batch_size = max(1, settings.tokens_per_step // settings.seq_len)
+    is_pairs = cache.documents_per_example == 2
+    if is_pairs:
+        batch_size = max(1, batch_size // 2)
+    packing = None if is_pairs else settings.packing
+    options = BatchOptions(
+        batch_size=batch_size, seq_len=settings.seq_len, packing=packing, seed=settings.seed
+    )
+    training = Batches(cache, options, examples=examples)
+    num_steps = settings.max_steps
+    if num_steps is None:
+        sequences = (settings.epochs or 1.0) * training.num_sequences
+        num_steps = max(1, -(-round(sequences) // batch_size))
+    once = BatchOptions(
+        batch_size=batch_size,
+        seq_len=settings.seq_len,
+        packing=packing,
+        shuffle=False,
+        num_epochs=1,
+    )
+    evaluation: Callable[[], Batches] | None = None
+    if settings.eval_data:
+        eval_cache = _tokens(settings, settings.eval_data, tokenizer, progress)
+        evaluation = lambda: Batches(eval_cache, once)  # noqa: E731
+    elif held_out is not None:
+        evaluation = lambda: Batches(cache, once, examples=held_out)  # noqa: E731
+    return Corpus(cache=cache, training=training, evaluation=evaluation, num_steps=num_steps)
+
+
+def _tokens(
+    settings: TrainSettings,
+    paths: tuple[str, ...],
+    tokenizer: Any,
+    progress: Callable[[Progress], None] | None,
+) -> TokenCache:
+    return tokenize(
+        list(paths),
+        tokenizer,
+        cache_dir=Path(settings.cache_dir or Path(settings.output) / CACHE_FOLDER),
+        options=EncodeOptions(
+            row_format=settings.row_format,
+            loss_on=settings.loss_on,
+            on_bad_row="skip" if settings.skip_bad_rows else "raise",
+        ),
+        num_workers=settings.num_workers or min(_MOST_WORKERS, os.cpu_count() or 1),
+        progress=progress,
+    )

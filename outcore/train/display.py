@@ -1,0 +1,225 @@
+"""What a person sees of a run: a live bar on a terminal, plain lines elsewhere.
+
+A run tells a Display what happens; nothing comes back. The base class prints lines, one every few
+steps, and is what logs and pipes get.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from outcore.data.tokenize import Progress as TokenProgress
+from outcore.planning.explain import homes_table, memory_table
+from outcore.planning.plan import LANES, Plan
+from outcore.planning.side_by_side import Measurement
+from outcore.train.corpus import Corpus
+from outcore.train.evaluation import Evaluated
+from outcore.train.figures import StepFigures
+from outcore.units import format_bytes
+
+_QUIET_S = 2.0  # between lines about tokenising
+
+
+class Display:
+    """Plain lines."""
+
+    def __init__(self, console: Console, *, log_every: int = 10) -> None:
+        self.console = console
+        self._log_every = log_every
+        self._last_line_s = 0.0
+
+    def message(self, what: str) -> None:
+        self.console.print(escape(what))
+
+    def tokenising(self, progress: TokenProgress) -> None:
+        now_s = time.perf_counter()
+        if now_s - self._last_line_s > _QUIET_S:
+            self._last_line_s = now_s
+            share = progress.num_bytes / max(1, progress.total_bytes)
+            self.message(f"tokenising: {progress.num_rows:,} rows, {share:.0%}")
+
+    def data(self, corpus: Corpus) -> None:
+        options, cache = corpus.training.options, corpus.cache
+        self.message(
+            f"data: {cache.num_examples:,} examples of {cache.row_format}, {cache.num_tokens:,} "
+            f"tokens; {corpus.num_steps:,} steps of {options.batch_size} × {options.seq_len:,} "
+            f"tokens ({corpus.training.fill:.0%} filled)"
+        )
+        if cache.report.num_bad_rows:
+            self.message(f"{cache.report.num_bad_rows:,} rows were malformed and left out")
+
+    def probing(self, what: str, number: int, total: int) -> None:
+        self.message(f"measuring this machine, once: {what} ({number} of {total})")
+
+    def plan(self, plan: Plan) -> None:
+        prediction = plan.prediction
+        self.console.print(homes_table(plan))
+        self.console.print(memory_table(plan))
+        self.message(
+            f"predicted: {prediction.step_s:.3g} s a step, {prediction.tokens_per_s:,.0f} "
+            f"tokens/s; {prediction.binding_lane} binds"
+        )
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        start_s = time.perf_counter()
+        yield
+        self.message(f"model in its homes after {time.perf_counter() - start_s:.1f} s")
+
+    @contextlib.contextmanager
+    def steps(self, done: int, total: int) -> Iterator[None]:
+        yield
+
+    def step(self, figures: StepFigures) -> None:
+        if figures.step % self._log_every == 0 or figures.step in (1, figures.num_steps):
+            left_s = (figures.num_steps - figures.step) * figures.step_s
+            self.message(f"{step_line(figures)}  {_minutes(left_s)} left")
+
+    def lanes(self, measurement: Measurement) -> None:
+        self.message("measured use of lanes: " + lanes_line(measurement))
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        yield
+
+    def evaluated(self, step: int, found: Evaluated) -> None:
+        self.message(
+            f"step {step}: held-out loss {found.loss:.4f}, perplexity {found.perplexity:.2f} "
+            f"({found.num_tokens:,} tokens)"
+        )
+
+    @contextlib.contextmanager
+    def saving(self, path: Path) -> Iterator[None]:
+        start_s = time.perf_counter()
+        yield
+        self.message(f"saved {path} in {time.perf_counter() - start_s:.1f} s")
+
+    def stopping(self, signal: str) -> None:
+        self.message(
+            f"{signal}: finishing this step, then a checkpoint; another one ends it at once"
+        )
+
+
+class LiveDisplay(Display):
+    """A bar with figures, and under it the tiers and lanes."""
+
+    def __init__(self, console: Console, *, log_every: int = 10) -> None:
+        super().__init__(console, log_every=log_every)
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task("training", total=None)
+        self._figures: StepFigures | None = None
+        self._plan: Plan | None = None
+        self._lanes: Measurement | None = None
+        self._doing = ""
+
+    def plan(self, plan: Plan) -> None:
+        super().plan(plan)
+        self._plan = plan
+
+    @contextlib.contextmanager
+    def steps(self, done: int, total: int) -> Iterator[None]:
+        self._bar.update(self._task, completed=done, total=total)
+        with Live(get_renderable=self._shown, console=self.console, refresh_per_second=4):
+            yield
+
+    def step(self, figures: StepFigures) -> None:
+        self._figures = figures
+        self._bar.update(self._task, completed=figures.step)
+
+    def lanes(self, measurement: Measurement) -> None:
+        self._lanes = measurement
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with self._busy("evaluating"):
+            yield
+
+    @contextlib.contextmanager
+    def saving(self, path: Path) -> Iterator[None]:
+        with self._busy(f"saving {path}"):
+            yield
+
+    @contextlib.contextmanager
+    def _busy(self, what: str) -> Iterator[None]:
+        self._doing = what
+        try:
+            yield
+        finally:
+            self._doing = ""
+
+    def _shown(self) -> RenderableType:
+        lines: list[RenderableType] = [self._bar]
+        if self._figures is not None:
+            lines.append(Text(figures_line(self._figures)))
+        if self._plan is not None:
+            lines.append(Text(tiers_line(self._plan), style="dim"))
+        if self._lanes is not None:
+            lines.append(Text("lanes: " + lanes_line(self._lanes), style="dim"))
+        if self._doing:
+            lines.append(Text(self._doing, style="dim"))
+        return Group(*lines)
+
+
+def display_for(console: Console, *, log_every: int) -> Display:
+    """Return the live display on a terminal, plain lines elsewhere."""
+    kind = LiveDisplay if console.is_terminal else Display
+    return kind(console, log_every=log_every)
+
+
+def step_line(figures: StepFigures) -> str:
+    return f"step {figures.step:,}/{figures.num_steps:,}  {figures_line(figures)}"
+
+
+def figures_line(figures: StepFigures) -> str:
+    norm = "–" if figures.grad_norm is None else f"{figures.grad_norm:.3g}"
+    tflops = f"{figures.tflops:,.1f}" if figures.tflops >= 1 else f"{figures.tflops:.3g}"
+    return (
+        f"loss {figures.loss:.4f}  norm {norm}  lr {figures.lr:.2e}  "
+        f"{figures.tokens_per_s:,.0f} tokens/s  {tflops} TFLOPS"
+    )
+
+
+def tiers_line(plan: Plan) -> str:
+    used = ((tier, plan.tier_bytes(tier)) for tier in ("device", "host", "disk"))
+    return "tiers: " + "  ".join(f"{tier} {format_bytes(size)}" for tier, size in used if size)
+
+
+def lanes_line(measurement: Measurement) -> str:
+    """Return the share of the step for which each lane worked."""
+    busy = dict.fromkeys(LANES, 0.0)
+    for span in measurement.spans:
+        busy[span.lane] = busy.get(span.lane, 0.0) + span.end_s - span.start_s
+    return "  ".join(
+        f"{lane} {min(1.0, seconds / measurement.step_s):.0%}"
+        for lane, seconds in busy.items()
+        if seconds
+    )
+
+
+def _minutes(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"

@@ -1,0 +1,44 @@
+"""What a run tells about itself: one value a step, and one at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from outcore.planning.side_by_side import Measurement
+from outcore.store.ledger import TierReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """One optimizer step, told one step late."""
+
+    step: int  # how many are done
+    num_steps: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    step_s: float
+    tokens_per_s: float
+    tflops: float
+    data_wait_s: float  # how long the step waited for its batch
+    epoch: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """How a run ended."""
+
+    output: Path
+    step: int
+    num_steps: int
+    stopped_by: str | None  # a signal's name, if one ended it
+    loss: float | None  # of the last step
+    eval_loss: float | None
+    seconds: float
+    tiers: tuple[TierReport, ...]
+    measurement: Measurement | None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.step >= self.num_steps

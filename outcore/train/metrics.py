@@ -1,0 +1,82 @@
+"""Figures of a run as it goes: lines of JSON, and TensorBoard where it is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from outcore.errors import StoreError
+
+FILE_NAME = "metrics.jsonl"
+_TENSORBOARD_FOLDER = "tensorboard"
+
+
+class Metrics:
+    """Appends what it is told; what an earlier run wrote of later steps is dropped first."""
+
+    def __init__(self, output: Path, *, first_step: int, tensorboard: bool | None) -> None:
+        """``first_step``: the step that comes first now; lines of it and later are dropped."""
+        self._path = output / FILE_NAME
+        _drop_later(self._path, first_step)
+        self._file = self._path.open("a", encoding="utf-8")
+        self._board = _board(output, tensorboard, first_step)
+
+    def add(self, kind: str, step: int, **values: float) -> None:
+        """Write one line; ``kind`` is "train" or "eval"."""
+        line = {"kind": kind, "step": step, **{k: _plain(v) for k, v in values.items()}}
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise StoreError(f"{self._path}: {error.strerror}", path=self._path) from error
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def read_metrics(output: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run, without one that was cut off."""
+    lines = []
+    path = output / FILE_NAME
+    if path.is_file():
+        for text in path.read_text(encoding="utf-8").splitlines():
+            try:
+                lines.append(json.loads(text))
+            except ValueError:
+                break
+    return lines
+
+
+def _drop_later(path: Path, first_step: int) -> None:
+    if not path.is_file():
+        return
+    kept = [line for line in read_metrics(path.parent) if line["step"] < first_step]
+    beside = path.with_suffix(".new")
+    beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    os.replace(beside, path)
+
+
+def _board(output: Path, asked: bool | None, first_step: int) -> Any:
+    if asked is False or (asked is None and find_spec("tensorboard") is None):
+        return None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError(
+            "TensorBoard is not installed: pip install tensorboard, or leave --tensorboard out"
+        ) from None
+    # What an interrupted run logged after its checkpoint is hidden by TensorBoard itself.
+    return SummaryWriter(str(output / _TENSORBOARD_FOLDER), purge_step=first_step or None)
+
+
+def _plain(value: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if value == value and abs(value) != float("inf") else None

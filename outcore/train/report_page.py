@@ -1,0 +1,125 @@
+"""The page at the end of a run: losses, speed, the plan beside what was measured, versions."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import outcore
+from outcore.planning.page import plan_page
+from outcore.planning.page_text import table, text
+from outcore.planning.plan import Plan
+from outcore.train.chart import Series, line_chart
+from outcore.train.figures import TrainResult
+from outcore.train.metrics import read_metrics
+from outcore.train.settings import TrainSettings, to_dict
+from outcore.units import format_bytes
+
+FILE_NAME = "report.html"
+
+
+def write_report(output: Path, settings: TrainSettings, plan: Plan, result: TrainResult) -> Path:
+    """Write the self-contained page of a run into its output directory."""
+    path = output / FILE_NAME
+    path.write_text(report_page(output, settings, plan, result), encoding="utf-8")
+    return path
+
+
+def report_page(output: Path, settings: TrainSettings, plan: Plan, result: TrainResult) -> str:
+    """Return the page's HTML."""
+    lines = read_metrics(output)
+    return plan_page(
+        plan,
+        measured=result.measurement,
+        title=f"{Path(settings.model).name} trained on {Path(settings.data[0]).name}",
+        first=(
+            ("How it went", _summary(result)),
+            (
+                "Loss",
+                line_chart(
+                    "loss over steps",
+                    [
+                        Series(name="training", points=_points(lines, "train", "loss")),
+                        Series(name="held out", points=_points(lines, "eval", "loss")),
+                    ],
+                ),
+            ),
+            (
+                "Throughput",
+                line_chart(
+                    "tokens a second over steps",
+                    [Series(name="tokens/s", points=_points(lines, "train", "tokens_per_s"))],
+                ),
+            ),
+            (
+                "Gradient norm",
+                line_chart(
+                    "gradient norm over steps",
+                    [Series(name="norm", points=_points(lines, "train", "grad_norm"))],
+                ),
+            ),
+            ("Memory that was used", _memory(result)),
+            ("Settings", _settings(settings)),
+            ("Versions", _versions()),
+        ),
+    )
+
+
+def _points(lines: list[dict[str, Any]], kind: str, name: str) -> list[tuple[float, float]]:
+    return [
+        (line["step"], line[name])
+        for line in lines
+        if line["kind"] == kind and line.get(name) is not None
+    ]
+
+
+def _summary(result: TrainResult) -> str:
+    sentences = [
+        f"{result.step:,} of {result.num_steps:,} steps, {result.seconds:,.0f} s in this process"
+    ]
+    if result.stopped_by:
+        sentences.append(f"stopped by {result.stopped_by}; --resume goes on")
+    if result.loss is not None:
+        sentences.append(f"last training loss {result.loss:.4f}")
+    if result.eval_loss is not None:
+        sentences.append(f"held-out loss {result.eval_loss:.4f}")
+    return "".join(f"<p>{text(sentence)}</p>" for sentence in sentences)
+
+
+def _memory(result: TrainResult) -> str:
+    rows = [
+        [
+            text(tier.tier),
+            text(format_bytes(tier.peak_bytes)),
+            text("–" if tier.budget_bytes is None else format_bytes(tier.budget_bytes)),
+            text(", ".join(f"{k} {format_bytes(v)}" for k, v in tier.purposes.items() if v)),
+        ]
+        for tier in result.tiers
+    ]
+    return table("Memory that was used", ["tier", "peak", "budget", "holds"], rows, numbers=(1, 2))
+
+
+def _settings(settings: TrainSettings) -> str:
+    rows = [
+        [text(name), text(", ".join(value) if isinstance(value, tuple) else value)]
+        for name, value in to_dict(settings).items()
+        if value is not None
+    ]
+    return table("Settings", ["setting", "value"], rows)
+
+
+def _versions() -> str:
+    versions = {
+        "outcore": outcore.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "Python": platform.python_version(),
+        "system": platform.platform(),
+    }
+    if torch.cuda.is_available():
+        versions["GPU"] = torch.cuda.get_device_name()
+    return table("Versions", ["what", "version"], [[text(k), text(v)] for k, v in versions.items()])

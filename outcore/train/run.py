@@ -1,0 +1,311 @@
+"""A training run, from settings to a model directory; the main path, to be read from the top.
+
+Plan, load, resume, step by step, and out. Everything that a resumed run needs is in its
+checkpoint; the rest follows from the settings and the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import outcore
+from outcore.checkpoint import run_state
+from outcore.checkpoint.folder import CheckpointFolder
+from outcore.engine.offload import engine_of
+from outcore.engine.run_record import RunRecord
+from outcore.errors import StoreError
+from outcore.planning.plan import Plan
+from outcore.planning.side_by_side import Measurement
+from outcore.train import subject
+from outcore.train.corpus import Corpus, make_corpus
+from outcore.train.display import Display
+from outcore.train.evaluation import Evaluated, evaluate
+from outcore.train.figures import StepFigures, TrainResult
+from outcore.train.lagged_loss import LaggedLoss
+from outcore.train.metrics import Metrics
+from outcore.train.report_page import write_report
+from outcore.train.schedule import LearningRate, warmup_steps
+from outcore.train.settings import TrainSettings, to_dict, with_seq_len
+from outcore.train.stopping import StopRequest
+
+CHECKPOINTS = "checkpoints"
+BEST = "best"
+_RECORDED_STEPS = (3, 6)  # of this process: the first ones compile and fill caches
+
+
+def train(settings: TrainSettings, display: Display) -> TrainResult:
+    """Train as told; a signal ends it after the step in hand, with a checkpoint."""
+    config = subject.config_of(settings)
+    settings = with_seq_len(settings, subject.longest_sequence(config))
+    folder = _folder(settings)
+    tokenizer = subject.load_tokenizer(settings)
+    corpus = make_corpus(settings, tokenizer, display.tokenising)
+    try:
+        display.data(corpus)
+        sequences = corpus.training.options.batch_size * corpus.cache.documents_per_example
+        plan = subject.plan_for(settings, sequences, config, probing=display.probing)
+        display.plan(plan)
+        with display.loading():
+            model = subject.make_model(settings, plan)
+        try:
+            return _Run(settings, display, plan, corpus, tokenizer, model, folder).train()
+        finally:
+            engine_of(model).close()
+    finally:
+        corpus.close()
+
+
+def _folder(settings: TrainSettings) -> CheckpointFolder:
+    """Return the checkpoints' folder; refuse to begin anew where a run has begun."""
+    output = Path(settings.output)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{output} cannot be made: {error.strerror}") from error
+    folder = CheckpointFolder(output / CHECKPOINTS, keep=settings.keep)
+    if folder.steps() and not settings.resume:
+        raise ValueError(
+            f"{output} has a checkpoint of step {folder.steps()[-1]}: --resume goes on from it, "
+            "another --output begins anew"
+        )
+    return folder
+
+
+class _Run:
+    """One process's part of a run."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        display: Display,
+        plan: Plan,
+        corpus: Corpus,
+        tokenizer: Any,
+        model: Any,
+        folder: CheckpointFolder,
+    ) -> None:
+        self.settings = settings
+        self.display = display
+        self.plan = plan
+        self.corpus = corpus
+        self.tokenizer = tokenizer
+        self.model = model
+        self.folder = folder
+        self.optimizer = subject.make_optimizer(model, settings)
+        self.output = Path(settings.output)
+        self.lr = LearningRate(
+            peak=settings.learning_rate,
+            schedule=settings.schedule,
+            num_steps=corpus.num_steps,
+            num_warmup_steps=warmup_steps(settings.warmup, corpus.num_steps),
+            least=settings.min_lr,
+        )
+        self.flops = plan.prediction.tflops * 1e12 * plan.prediction.step_s
+        self.step = 0
+        self.saved_step: int | None = None
+        self.best: float | None = None
+        self.measurement: Measurement | None = None
+        self.loss: float | None = None
+
+    def train(self) -> TrainResult:
+        """Resume, take the steps that are left, and write the model."""
+        self._resume()
+        start_s = time.perf_counter()
+        evaluated: Evaluated | None = None
+        metrics = Metrics(
+            self.output, first_step=self.step + 1, tensorboard=self.settings.tensorboard
+        )
+        with contextlib.closing(metrics), StopRequest(self.display.stopping) as stop:
+            self._steps(metrics, stop)
+            if self.step == self.corpus.num_steps:
+                evaluated = self._evaluate(metrics)
+            self._save()
+        if self.step == self.corpus.num_steps:
+            with self.display.saving(self.output):
+                self.model.save_pretrained(self.output)
+                self.tokenizer.save_pretrained(self.output)
+        result = TrainResult(
+            output=self.output,
+            step=self.step,
+            num_steps=self.corpus.num_steps,
+            stopped_by=stop.signal.name if stop.signal and not self._is_done else None,
+            loss=self.loss,
+            eval_loss=evaluated.loss if evaluated else None,
+            seconds=time.perf_counter() - start_s,
+            tiers=tuple(engine_of(self.model).report()),
+            measurement=self.measurement,
+        )
+        write_report(self.output, self.settings, self.plan, result)
+        return result
+
+    @property
+    def _is_done(self) -> bool:
+        return self.step == self.corpus.num_steps
+
+    def _steps(self, metrics: Metrics, stop: StopRequest) -> None:
+        """Take steps until all are done or a stop is asked for."""
+        settings, first = self.settings, self.step
+        losses, told = LaggedLoss(), _Told(self, metrics)
+        with self.display.steps(self.step, self.corpus.num_steps), contextlib.ExitStack() as stack:
+            record: RunRecord | None = None
+            while self.step < self.corpus.num_steps and not stop.is_set:
+                if self.step - first == _RECORDED_STEPS[0]:
+                    record = stack.enter_context(outcore.record(self.model))
+                if self.step - first == _RECORDED_STEPS[1] and record is not None:
+                    stack.close()
+                    self._measured(record)
+                waited_s, loss = self._take_step()
+                told.step(losses.put(loss), waited_s)
+                if settings.eval_every and self.step % settings.eval_every == 0:
+                    told.flush(losses)
+                    if not self._is_done:
+                        self._evaluate(metrics)
+                if settings.save_every and self.step % settings.save_every == 0:
+                    self._save()
+            told.flush(losses)
+            is_recorded = self.step - first >= _RECORDED_STEPS[0] + 2
+            if record is not None and self.measurement is None and is_recorded:
+                self._measured(record)
+
+    def _measured(self, record: RunRecord) -> None:
+        self.measurement = record.measurement()
+        self.display.lanes(self.measurement)
+
+    def _take_step(self) -> tuple[float, Tensor]:
+        """Return how long the batch took to come, and the loss."""
+        before_s = time.perf_counter()
+        batch = next(self.corpus.training)
+        waited_s = time.perf_counter() - before_s
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr.at(self.step)
+        device = engine_of(self.model).device
+        on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        loss: Tensor = self.model(**on_device).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return waited_s, loss
+
+    def _evaluate(self, metrics: Metrics) -> Evaluated | None:
+        if self.corpus.evaluation is None:
+            return None
+        with self.display.evaluating():
+            found = evaluate(self.model, self.corpus.evaluation())
+        metrics.add("eval", self.step, loss=found.loss, perplexity=found.perplexity)
+        self.display.evaluated(self.step, found)
+        if self.settings.eval_every and (self.best is None or found.loss < self.best):
+            self.best = found.loss
+            best = CheckpointFolder(self.folder.path / BEST, keep=1)
+            run_state.save(best, self.model, self.optimizer, self._values())
+        return found
+
+    def _save(self) -> None:
+        if self.saved_step == self.step:
+            return
+        with self.display.saving(self.folder.directory(self.step)):
+            run_state.save(self.folder, self.model, self.optimizer, self._values())
+        self.saved_step = self.step
+
+    def _values(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "batches": self.corpus.training.state_dict(),
+            "best": self.best,
+            "settings": to_dict(self.settings),
+        }
+
+    def _resume(self) -> None:
+        if not self.settings.resume:
+            return
+        resumed = run_state.load(self.folder, self.model, self.optimizer)
+        if resumed is None:
+            self.display.message("no checkpoint to resume from: starting at the beginning")
+            return
+        values = resumed.values
+        try:
+            self.corpus.training.load_state_dict(values["batches"])
+        except ValueError as error:
+            raise StoreError(
+                f"{self.folder.path} is of a run on other data: {error}", path=self.folder.path
+            ) from error
+        self.step = self.saved_step = values["step"]
+        self.best = values["best"]
+        changed = _changed(values["settings"], to_dict(self.settings))
+        if changed:
+            self.display.message("other settings than before: " + ", ".join(changed))
+        self.display.message(f"resumed after step {self.step}")
+
+
+class _Told:
+    """Tells the display and the metrics of each step, when its loss is known."""
+
+    def __init__(self, run: _Run, metrics: Metrics) -> None:
+        self._run = run
+        self._metrics = metrics
+        self._pending: StepFigures | None = None
+        self._before_s = time.perf_counter()
+
+    def step(self, loss_before: float | None, waited_s: float) -> None:
+        """A step was taken; ``loss_before`` is that of the step before it."""
+        self._tell(loss_before)
+        run, now_s = self._run, time.perf_counter()
+        step_s, self._before_s = now_s - self._before_s, now_s
+        options = run.corpus.training.options
+        tokens = options.batch_size * options.seq_len * run.corpus.cache.documents_per_example
+        self._pending = StepFigures(
+            step=run.step,
+            num_steps=run.corpus.num_steps,
+            loss=float("nan"),
+            grad_norm=run.optimizer.grad_norm,
+            lr=run.lr.at(run.step - 1),
+            step_s=step_s,
+            tokens_per_s=tokens / step_s,
+            tflops=run.flops / step_s / 1e12,
+            data_wait_s=waited_s,
+            epoch=run.corpus.training.epoch,
+        )
+
+    def flush(self, losses: LaggedLoss) -> None:
+        """Tell of the last step too, and leave what follows out of the next step's time."""
+        self._tell(losses.last())
+        self._before_s = time.perf_counter()
+
+    def _tell(self, loss: float | None) -> None:
+        if self._pending is None or loss is None:
+            return
+        figures = replace(self._pending, loss=loss)
+        self._pending = None
+        self._run.loss = loss
+        self._run.display.step(figures)
+        self._metrics.add(
+            "train",
+            figures.step,
+            loss=loss,
+            grad_norm=figures.grad_norm if figures.grad_norm is not None else float("nan"),
+            lr=figures.lr,
+            step_s=figures.step_s,
+            tokens_per_s=figures.tokens_per_s,
+            tflops=figures.tflops,
+            data_wait_s=figures.data_wait_s,
+        )
+
+
+_MAY_CHANGE = {"resume", "save_every", "keep", "log_every", "tensorboard", "num_workers", "output"}
+_MAY_CHANGE |= {"device_memory", "host_memory", "disk", "device", "cache_dir", "eval_every"}
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return what differs and may change the numbers, in words."""
+    return [
+        f"{name} was {before.get(name)!r}, is {value!r}"
+        for name, value in now.items()
+        if name not in _MAY_CHANGE
+        and before.get(name) != (list(value) if isinstance(value, tuple) else value)
+    ]

@@ -1,0 +1,194 @@
+"""What a training run is told: one value, from the command line, a YAML file, or Python."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from outcore.data.chat_tokens import LossOn
+from outcore.data.row_format import RowFormat
+
+Schedule = Literal["cosine", "linear", "constant"]
+Precision = Literal["bf16", "fp32"]
+OnNonFinite = Literal["raise", "skip"]
+
+FULL_LR = 1e-5
+LORA_LR = 2e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """One run. None means: what fits the model, the machine or the job best."""
+
+    # What is trained on what, and where it goes.
+    model: str  # a Hugging Face directory, or the name of a shape (random weights)
+    data: tuple[str, ...]
+    output: str
+    tokenizer: str | None = None  # a directory; None: the model's own
+
+    # How long, in what portions.
+    max_steps: int | None = None
+    epochs: float | None = None  # 1 where max_steps is not given either
+    tokens_per_step: int = 32_768
+    seq_len: int | None = None  # 2,048, or what the model can
+
+    # The optimizer.
+    lr: float | None = None  # 1e-5; 2e-4 for LoRA
+    schedule: Schedule = "cosine"
+    warmup: float = 0.03  # below 1: a part of all steps, otherwise steps
+    min_lr: float = 0.0  # at the end, as a part of lr
+    weight_decay: float = 0.0  # of matrices; norms and biases have none
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0  # 0: no clipping, and updates start during the backward
+    on_non_finite: OnNonFinite = "raise"
+    seed: int = 0
+
+    # LoRA.
+    lora: bool = False
+    lora_rank: int = 16
+    lora_alpha: float | None = None  # 2 * rank
+    lora_dropout: float = 0.0
+    lora_targets: tuple[str, ...] | None = None  # None: every linear layer of the blocks
+
+    # The data.
+    row_format: RowFormat | None = None
+    loss_on: LossOn = "answers"
+    skip_bad_rows: bool = False
+    packing: bool = True
+    num_workers: int | None = None  # processes that tokenise; None: one a core
+    cache_dir: str | None = None  # None: inside the output directory
+
+    # Evaluation.
+    eval_data: tuple[str, ...] = ()
+    held_out: float = 0.0  # part of the data, where there is no eval_data
+    eval_every: int | None = None  # None: at the end only
+
+    # Checkpoints and logs.
+    save_every: int | None = None  # None: at the end, and when asked to stop
+    keep: int = 2
+    resume: bool = False
+    log_every: int = 10
+    tensorboard: bool | None = None  # None: where it is installed
+
+    # The machine.
+    device: str | None = None
+    device_memory: str | None = None
+    host_memory: str | None = None
+    disk: str | None = None
+    dtype: Precision | None = None  # None: bf16 on a GPU, fp32 on a CPU
+    state_format: Literal["fp32", "compact", "minimal"] = "fp32"
+    micro_batch: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise ValueError("data names no file")
+        for name, least in _AT_LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
+        for name in ("beta1", "beta2", "lora_dropout", "held_out", "min_lr"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be from 0 to below 1, not {getattr(self, name)}")
+        for name, kind in (("schedule", Schedule), ("on_non_finite", OnNonFinite)):
+            if getattr(self, name) not in get_args(kind):
+                choices = ", ".join(get_args(kind))
+                raise ValueError(f"{name} must be one of {choices}, not {getattr(self, name)!r}")
+        if self.held_out and self.eval_data:
+            raise ValueError("held_out takes a part of the data, eval_data a file: give one")
+        if self.eval_every is not None and not (self.held_out or self.eval_data):
+            raise ValueError("eval_every needs something to evaluate on: eval_data or held_out")
+        if self.seq_len is not None and self.tokens_per_step < self.seq_len:
+            raise ValueError(
+                f"tokens_per_step={self.tokens_per_step} is less than one sequence of "
+                f"seq_len={self.seq_len}"
+            )
+
+    @property
+    def learning_rate(self) -> float:
+        if self.lr is not None:
+            return self.lr
+        return LORA_LR if self.lora else FULL_LR
+
+    @property
+    def clips(self) -> bool:
+        return self.max_grad_norm > 0
+
+
+_AT_LEAST: dict[str, float] = {
+    "max_steps": 1,
+    "epochs": 1e-9,
+    "tokens_per_step": 1,
+    "seq_len": 2,
+    "lr": 0,
+    "warmup": 0,
+    "weight_decay": 0,
+    "eps": 0,
+    "max_grad_norm": 0,
+    "lora_rank": 1,
+    "num_workers": 1,
+    "eval_every": 1,
+    "save_every": 1,
+    "keep": 1,
+    "log_every": 1,
+    "micro_batch": 1,
+}
+_LISTS = ("data", "eval_data", "lora_targets")
+
+
+def settings_of(values: Mapping[str, Any]) -> TrainSettings:
+    """Return settings from names and plain values; ValueError names what is not known."""
+    known = {field.name: field for field in fields(TrainSettings)}
+    for name in values:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            raise ValueError(f"unknown setting {name!r}" + (f": {close[0]}?" if close else ""))
+    missing = [name for name in ("model", "data", "output") if values.get(name) is None]
+    if missing:
+        raise ValueError(f"missing: {', '.join(missing)}")
+    lists = {
+        name: (value,) if isinstance(value, str) else tuple(value)
+        for name in _LISTS
+        if (value := values.get(name)) is not None
+    }
+    return TrainSettings(**{**values, **lists})
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """Return the names and values of a YAML file; dashes in names count as underscores."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold names and values, such as `lr: 1e-5`")
+    return {str(name).replace("-", "_"): _number(value) for name, value in values.items()}
+
+
+def _number(value: Any) -> Any:
+    """YAML takes 1e-5 for text, since it has no dot."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def to_dict(settings: TrainSettings) -> dict[str, Any]:
+    """Return plain values, for JSON."""
+    return asdict(settings)
+
+
+def with_seq_len(settings: TrainSettings, longest: int | None) -> TrainSettings:
+    """Return the settings with a sequence length, which a model may bound."""
+    if settings.seq_len is not None:
+        return settings
+    usual = min(2048, longest or 2048, settings.tokens_per_step)
+    return replace(settings, seq_len=usual)

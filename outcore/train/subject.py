@@ -1,0 +1,159 @@
+"""What is trained: the plan for it, the offloaded model, its tokenizer and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import outcore
+from outcore.machine import here
+from outcore.model_config import read_config
+from outcore.model_spec import auto_class
+from outcore.planning.plan import Plan
+from outcore.shapes import shape_config, shape_names
+from outcore.train.settings import TrainSettings
+
+
+def config_of(settings: TrainSettings) -> Any:
+    """Return the model's configuration; ValueError says what is neither directory nor shape."""
+    directory = Path(settings.model).expanduser()
+    if (directory / "config.json").is_file():
+        return read_config(directory / "config.json")
+    if settings.model in shape_names():
+        return shape_config(settings.model)
+    raise ValueError(
+        f"{settings.model!r} is neither a Hugging Face directory (with a config.json) nor a shape. "
+        f"For a model of the hub: hf download {settings.model} --local-dir DIR, then name DIR."
+    )
+
+
+def longest_sequence(config: Any) -> int | None:
+    """Return how many positions the model was made for, where its configuration says so."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return int(longest) if longest else None
+
+
+def load_tokenizer(settings: TrainSettings) -> Any:
+    """Return the tokenizer, without running code that lies beside it."""
+    from transformers import AutoTokenizer
+
+    directory = Path(settings.tokenizer or settings.model).expanduser()
+    if not directory.is_dir():
+        raise ValueError(f"{settings.model} is a shape: name a tokenizer's directory (--tokenizer)")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{directory} has no tokenizer that can be read: {error}") from error
+    return tokenizer
+
+
+def plan_for(
+    settings: TrainSettings,
+    sequences: int,
+    config: Any,
+    *,
+    probing: Callable[[str, int, int], None] | None = None,
+) -> Plan:
+    """Return the plan of this run on this machine; DoesNotFit with what would."""
+    assert settings.seq_len is not None
+    machine = here(progress=probing)
+    device = _device(settings)
+    if device.type == "cpu":  # it copies like any other, though the memory is one
+        machine = replace(machine, is_unified=False)
+    return outcore.plan(
+        on_meta(settings, config),
+        tokens=sequences * settings.seq_len,
+        seq_len=settings.seq_len,
+        machine=machine,
+        device_memory=settings.device_memory,
+        host_memory=settings.host_memory,
+        disk=settings.disk,
+        clipping=settings.clips,
+        dtype=_dtype(settings, device),
+        state_format=settings.state_format,
+        micro_batch=settings.micro_batch,
+    )
+
+
+def on_meta(settings: TrainSettings, config: Any) -> nn.Module:
+    """Return the model without values, with adapters where it has some."""
+    with torch.device("meta"):
+        model: nn.Module = auto_class(config).from_config(config)
+        return _with_adapters(model, settings) if settings.lora else model
+
+
+def make_model(settings: TrainSettings, plan: Plan) -> Any:
+    """Return the model in the homes of the plan."""
+    torch.manual_seed(settings.seed)
+    device = _device(settings)
+    directory = Path(settings.model).expanduser()
+    if settings.lora:
+        config = config_of(settings)
+        if directory.is_dir():
+            model = auto_class(config).from_pretrained(
+                directory, config=config, use_safetensors=True, dtype=_dtype(settings, device)
+            )
+        else:
+            model = auto_class(config).from_config(config, dtype=_dtype(settings, device))
+        model = outcore.offload(_with_adapters(model, settings), plan=plan, device=device)
+    elif directory.is_dir():
+        model = outcore.load(directory, plan=plan, device=device)
+    else:
+        model = outcore.from_config(config_of(settings), plan=plan, device=device)
+    model.train()
+    return model
+
+
+def make_optimizer(model: nn.Module, settings: TrainSettings) -> outcore.AdamW:
+    """Return AdamW over what is trainable; norms and biases are not decayed."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return outcore.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        max_grad_norm=settings.max_grad_norm if settings.clips else None,
+        on_non_finite=settings.on_non_finite,
+        update_during_backward=not settings.clips,
+        rounding_seed=settings.seed,
+    )
+
+
+def _with_adapters(model: nn.Module, settings: TrainSettings) -> nn.Module:
+    try:
+        peft: Any = import_module("peft")
+    except ImportError:
+        raise ValueError("LoRA needs PEFT: pip install peft") from None
+    targets = settings.lora_targets
+    adapters = peft.LoraConfig(
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha or 2 * settings.lora_rank,
+        lora_dropout=settings.lora_dropout,
+        target_modules=list(targets) if targets else "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    wrapped: nn.Module = peft.get_peft_model(model, adapters)
+    return wrapped
+
+
+def _device(settings: TrainSettings) -> torch.device:
+    return torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _dtype(settings: TrainSettings, device: torch.device) -> torch.dtype:
+    if settings.dtype is None:
+        is_fp32 = device.type == "cpu" and settings.state_format == "fp32"
+        return torch.float32 if is_fp32 else torch.bfloat16
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[settings.dtype]

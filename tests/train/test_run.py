@@ -1,0 +1,208 @@
+"""Whole runs: what they write, and that a stop anywhere changes no bit of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from train_files import Files, write_chats
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from outcore.errors import BadRow, DoesNotFit, StoreError
+from outcore.train import run as run_module
+from outcore.train.display import Display, LiveDisplay
+from outcore.train.figures import TrainResult
+from outcore.train.metrics import read_metrics
+from outcore.train.run import train
+from outcore.train.settings import TrainSettings
+
+
+def quiet() -> Display:
+    return Display(Console(quiet=True))
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "model.safetensors")
+
+
+def same(left: Path, right: Path) -> bool:
+    a, b = weights(left), weights(right)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def losses(output: Path) -> list[float]:
+    return [line["loss"] for line in read_metrics(output) if line["kind"] == "train"]
+
+
+def stopped_after(
+    monkeypatch: pytest.MonkeyPatch, settings: TrainSettings, step: int
+) -> TrainResult:
+    """Run with a stop that arrives while ``step`` is taken."""
+    take = run_module._Run._take_step
+
+    def take_step(self: Any) -> Any:
+        taken = take(self)
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return taken
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module._Run, "_take_step", take_step)
+        return train(settings, quiet())
+
+
+def test_a_run_ends_as_a_hugging_face_directory(files: Files) -> None:
+    settings = files.settings(max_steps=12, held_out=0.2, eval_every=4, save_every=5)
+    result = train(settings, quiet())
+    output = Path(settings.output)
+    assert result.is_complete
+    assert result.stopped_by is None
+    model = AutoModelForCausalLM.from_pretrained(output)
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    ids = tokenizer("the cat sat", return_tensors="pt")["input_ids"]
+    assert model(input_ids=ids).logits.isfinite().all()
+    taken = losses(output)
+    assert len(taken) == 12
+    assert sum(taken[-3:]) < sum(taken[:3])
+    evaluated = [line for line in read_metrics(output) if line["kind"] == "eval"]
+    assert [line["step"] for line in evaluated] == [4, 8, 12]
+    assert evaluated[-1]["loss"] < evaluated[0]["loss"]
+    assert result.eval_loss == pytest.approx(evaluated[-1]["loss"])
+    steps = sorted(entry.name for entry in (output / "checkpoints").iterdir())
+    assert steps == ["best", "step-000000010", "step-000000012"]
+    page = (output / "report.html").read_text()
+    assert "held out" in page
+    assert "Measured" in page
+    assert "<polyline" in page
+
+
+def test_the_held_out_loss_is_the_mean_over_tokens(files: Files) -> None:
+    """Whatever the batches: of 4 sequences, or of one each."""
+    many = train(files.settings("many", max_steps=1, held_out=0.2, lr=0.0), quiet())
+    one = files.settings("one", max_steps=1, held_out=0.2, lr=0.0, tokens_per_step=64)
+    assert train(one, quiet()).eval_loss == pytest.approx(many.eval_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_a_stopped_run_goes_on_to_the_same_bits(
+    files: Files, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    whole = files.settings("whole", save_every=4)
+    train(whole, quiet())
+    cut = files.settings("cut", save_every=4)
+    first = stopped_after(monkeypatch, cut, step)
+    assert (first.step, first.stopped_by) == (step, "SIGTERM")
+    assert not (Path(cut.output) / "model.safetensors").exists()
+    resumed = train(files.settings("cut", save_every=4, resume=True, device_memory="3MiB"), quiet())
+    assert resumed.is_complete
+    assert same(Path(whole.output), Path(cut.output))
+    assert losses(Path(whole.output)) == losses(Path(cut.output))
+
+
+def test_a_finished_run_is_left_as_it_is(files: Files) -> None:
+    settings = files.settings()
+    train(settings, quiet())
+    before = weights(Path(settings.output))
+    again = train(files.settings(resume=True), quiet())
+    assert again.is_complete
+    assert all(torch.equal(t, before[n]) for n, t in weights(Path(settings.output)).items())
+    assert len(losses(Path(settings.output))) == 6
+
+
+def test_a_second_run_does_not_begin_over_the_first(files: Files) -> None:
+    train(files.settings(), quiet())
+    with pytest.raises(ValueError, match="checkpoint of step 6: --resume"):
+        train(files.settings(), quiet())
+
+
+def test_other_data_is_refused_by_a_resumed_run(files: Files) -> None:
+    train(files.settings(max_steps=2), quiet())
+    other = write_chats(files.folder / "other.jsonl", seed=1)
+    with pytest.raises(StoreError, match="other data"):
+        train(files.settings(max_steps=4, data=(str(other),), resume=True), quiet())
+
+
+def test_placements_have_the_same_bits(files: Files) -> None:
+    outputs = []
+    for name, changes in {
+        "roomy": {},
+        "tight": {"device_memory": "3MiB", "micro_batch": 2},
+        "disk": {"device_memory": "3MiB", "host_memory": "1MiB", "disk": f"{files.folder}:64MiB"},
+    }.items():
+        settings = files.settings(name, **{"micro_batch": 2, **changes})
+        try:
+            train(settings, quiet())
+        except DoesNotFit as error:
+            pytest.fail(f"{name}: {error}")
+        outputs.append(Path(settings.output))
+    assert same(outputs[0], outputs[1])
+    assert same(outputs[0], outputs[2])
+
+
+def test_adapters_in_pefts_format(files: Files) -> None:
+    peft = pytest.importorskip("peft")
+    settings = files.settings(lora=True, lora_rank=4, max_steps=10, lr=1e-2)
+    train(settings, quiet())
+    output = Path(settings.output)
+    assert (output / "adapter_config.json").is_file()
+    base = AutoModelForCausalLM.from_pretrained(files.model)
+    model = peft.PeftModel.from_pretrained(base, output)
+    moved = [p for n, p in model.named_parameters() if "lora_B" in n]
+    assert moved
+    assert all(p.abs().max() > 0 for p in moved)
+    taken = losses(output)
+    assert sum(taken[-3:]) < sum(taken[:3])
+
+
+def test_texts_and_epochs(files: Files) -> None:
+    text = files.folder / "story.txt"
+    text.write_text("the cat sat on the mat and said hello to the world. " * 40)
+    settings = files.settings(data=(str(text),), max_steps=None, epochs=2)
+    result = train(settings, quiet())
+    assert result.num_steps == result.step > 2
+
+
+def test_a_malformed_row_is_named(files: Files) -> None:
+    bad = files.folder / "bad.jsonl"
+    bad.write_text(files.data.read_text() + '{"messages": 3}\n')
+    with pytest.raises(BadRow, match=r"bad\.jsonl"):
+        train(files.settings(data=(str(bad),)), quiet())
+    result = train(files.settings(data=(str(bad),), skip_bad_rows=True, max_steps=1), quiet())
+    assert result.is_complete
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(files: Files) -> None:
+    with pytest.raises(DoesNotFit, match="device needs"):
+        train(files.settings(device_memory="100KiB"), quiet())
+
+
+def test_plain_lines_and_the_live_display_tell_the_same(files: Files) -> None:
+    plain = Console(record=True, width=160, force_terminal=False)
+    train(files.settings("plain", log_every=2), Display(plain, log_every=2))
+    told = plain.export_text()
+    assert "step 6/6" in told
+    assert "tokens/s" in told
+    assert "home of" in told
+    live = Console(record=True, width=160, force_terminal=True)
+    train(files.settings("live"), LiveDisplay(live))
+    shown = live.export_text()
+    assert "6/6" in shown
+    assert "lanes: compute" in shown
+    assert same(files.folder / "plain", files.folder / "live")
+
+
+def test_metrics_are_lines_of_json(files: Files) -> None:
+    settings = files.settings(max_steps=3)
+    train(settings, quiet())
+    lines = (Path(settings.output) / "metrics.jsonl").read_text().splitlines()
+    for number, line in enumerate(lines, 1):
+        values = json.loads(line)
+        assert values["step"] == number
+        assert {"loss", "grad_norm", "lr", "tokens_per_s", "tflops"} <= values.keys()

@@ -1,0 +1,64 @@
+"""Settings: from names and values, from YAML, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from outcore.train.settings import FULL_LR, LORA_LR, read_settings, settings_of, with_seq_len
+
+LEAST = {"model": "m", "data": "d.jsonl", "output": "o"}
+
+
+def test_one_file_or_several() -> None:
+    assert settings_of(LEAST).data == ("d.jsonl",)
+    assert settings_of({**LEAST, "data": ["a", "b"]}).data == ("a", "b")
+
+
+def test_the_learning_rate_is_that_of_the_method() -> None:
+    assert settings_of(LEAST).learning_rate == FULL_LR
+    assert settings_of({**LEAST, "lora": True}).learning_rate == LORA_LR
+    assert settings_of({**LEAST, "lora": True, "lr": 3e-4}).learning_rate == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": None}, "missing: model"),
+        ({"lerning_rate": 1}, "unknown setting 'lerning_rate'"),
+        ({"max_step": 1}, "max_steps\\?"),
+        ({"max_steps": 0}, "max_steps must be at least 1, not 0"),
+        ({"schedule": "cubic"}, "cosine, linear, constant"),
+        ({"held_out": 1.5}, "held_out must be from 0 to below 1"),
+        ({"held_out": 0.1, "eval_data": "e"}, "give one"),
+        ({"eval_every": 5}, "needs something to evaluate on"),
+        ({"seq_len": 512, "tokens_per_step": 256}, "less than one sequence"),
+        ({"keep": 0}, "keep must be at least 1"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings_of({**LEAST, **changes})
+
+
+def test_a_yaml_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\ndata: [a, b]\noutput: o\nlr: 1e-5\nmax-steps: 7\nlora: true\n")
+    settings = settings_of(read_settings(path))
+    assert (settings.lr, settings.max_steps, settings.lora) == (1e-5, 7, True)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "!!python/object/apply:os.system [x]"])
+def test_a_yaml_file_that_is_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"run\.yaml"):
+        read_settings(path)
+
+
+def test_the_model_bounds_the_sequence_length() -> None:
+    settings = settings_of(LEAST)
+    assert with_seq_len(settings, 131_072).seq_len == 2048
+    assert with_seq_len(settings, 512).seq_len == 512
+    assert with_seq_len(settings_of({**LEAST, "seq_len": 4096}), 512).seq_len == 4096
