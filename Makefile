@@ -6,6 +6,8 @@ BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # For example: make test ARGS="-m gpu", make test ARGS="-k arena", make test PIP_FLAGS=--verbose
 ARGS      ?=
+# Processes that tests run in; one GPU serves one of them at a time.
+JOBS      ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 0 || echo 2)
 PIP_FLAGS ?= --quiet
 
 KERNEL_SOURCES := $(wildcard kernels/*.c kernels/*.cpp kernels/*.h kernels/*.hpp)
@@ -23,7 +25,7 @@ demo: $(INSTALLED)  ## Train a small model that does not fit the device memory i
 	@$(BIN)/outcore train $(ARGS)
 
 test: $(INSTALLED)  ## Run the tests that need no GPU and little time
-	@$(BIN)/python -m pytest $(ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 lint: $(INSTALLED)  ## Check Python with ruff and C++ with clang-format
 	@$(BIN)/ruff check .

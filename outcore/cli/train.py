@@ -23,8 +23,8 @@ _LENGTH, _OPTIMIZER, _LORA = "Length", "Optimizer", "LoRA"
 _DATA, _SAVING, _MACHINE = "Data and evaluation", "Checkpoints and logs", "Machine"
 
 
-def _option(help: str, panel: str, **more: Any) -> Any:
-    return typer.Option(help=help, rich_help_panel=panel, show_default=False, **more)
+def _option(help: str, panel: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, show_default=False, **more)
 
 
 def train_command(
@@ -94,7 +94,7 @@ def train_command(
     ] = None,
     seed: Annotated[int | None, _option("Same seed, same run (0).", _OPTIMIZER)] = None,
     lora: Annotated[
-        bool | None, _option("Train PEFT adapters over frozen weights.", _LORA, is_flag=True)
+        bool | None, _option("Train PEFT adapters over frozen weights.", _LORA, "--lora")
     ] = None,
     lora_rank: Annotated[int | None, _option("Rank of the adapters (16).", _LORA)] = None,
     lora_alpha: Annotated[float | None, _option("Their scale (twice the rank).", _LORA)] = None,
@@ -110,15 +110,15 @@ def train_command(
     ] = None,
     loss_on: Annotated[str | None, _option("answers, last-answer or all (answers).", _DATA)] = None,
     skip_bad_rows: Annotated[
-        bool | None, _option("Leave malformed rows out instead of stopping.", _DATA, is_flag=True)
+        bool | None,
+        _option("Leave malformed rows out instead of stopping.", _DATA, "--skip-bad-rows"),
     ] = None,
     packing: Annotated[
         bool | None,
-        typer.Option(
+        _option(
+            "Several examples in a sequence, blind to each other (yes).",
+            _DATA,
             "--packing/--no-packing",
-            help="Several examples in a sequence, blind to each other (yes).",
-            rich_help_panel=_DATA,
-            show_default=False,
         ),
     ] = None,
     eval_data: Annotated[
@@ -143,11 +143,10 @@ def train_command(
     ] = None,
     tensorboard: Annotated[
         bool | None,
-        typer.Option(
+        _option(
+            "Write TensorBoard logs (where it is installed).",
+            _SAVING,
             "--tensorboard/--no-tensorboard",
-            help="Write TensorBoard logs (where it is installed).",
-            rich_help_panel=_SAVING,
-            show_default=False,
         ),
     ] = None,
     device: Annotated[

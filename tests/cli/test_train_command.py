@@ -1,0 +1,159 @@
+"""`outcore train`: the command around a run, and the demonstration."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from handmade_plans import make_machine
+from typer.testing import CliRunner, Result
+
+from outcore.cli import app
+from outcore.train import demo, subject
+from outcore.train.demo import Demo, make_demo
+
+# A run in a process of its own, on a machine that need not be measured.
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+from handmade_plans import make_machine
+from outcore.train import subject
+machine = make_machine(device_name="CPU", name="here", is_unified=True)
+subject.here = lambda **_: machine
+from outcore.cli import main
+main()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch, one_torch_thread: None, closed_engines: None) -> None:
+    machine = make_machine(device_name="CPU", name="here", is_unified=True)
+    monkeypatch.setattr(subject, "here", lambda **_: machine)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Demo:
+    return make_demo(tmp_path, device="cpu")
+
+
+def run_train(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["train", "--device", "cpu", *arguments])
+
+
+def arguments_of(job: Demo, output: Path, *more: str) -> list[str]:
+    settings = job.settings
+    return [
+        *("--model", settings.model, "--data", settings.data[0], "--output", str(output)),
+        *("--seq-len", "64", "--tokens-per-step", "256", "--num-workers", "1", "--no-tensorboard"),
+        *more,
+    ]
+
+
+def test_a_run_from_the_command_line(job: Demo, tmp_path: Path) -> None:
+    arguments = arguments_of(job, tmp_path / "out", "--max-steps", "3", "--json", "-")
+    result = run_train(*arguments)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["step"] == 3
+    assert "step 3/3" in result.stderr
+    assert "home of" in result.stderr
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_yaml_file_with_an_option_over_it(job: Demo, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model: {job.settings.model}\ndata: {job.settings.data[0]}\noutput: {tmp_path / 'out'}\n"
+        "seq-len: 64\ntokens-per-step: 256\nmax-steps: 9\nnum-workers: 1\nlr: 1e-4\n"
+    )
+    result = run_train("--config", str(config), "--max-steps", "2")
+    assert result.exit_code == 0, result.output
+    assert "step 2/2" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "x"], "missing: data, output"),
+        (["--model", "x", "--data", "y", "--output", "z"], "neither a Hugging Face directory"),
+        (["--model", "smollm2-135m", "--data", "y", "--output", "z"], "--tokenizer"),
+        (["--config", "/nowhere.yaml"], "nowhere.yaml"),
+        (["--model", "x", "--data", "y", "--output", "z", "--schedule", "cubic"], "cosine"),
+    ],
+)
+def test_what_is_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
+    os.chdir(tmp_path)
+    result = run_train(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_data_that_is_not_there(job: Demo, tmp_path: Path) -> None:
+    arguments = arguments_of(job, tmp_path / "out")
+    arguments[3] = str(tmp_path / "nothing.jsonl")
+    result = run_train(*arguments)
+    assert result.exit_code == 2
+    assert "nothing.jsonl" in result.stderr
+
+
+def test_a_short_demonstration_learns_something_but_not_enough() -> None:
+    result = run_train("--max-steps", "12")
+    assert result.exit_code == 1, "so few steps cannot be enough"
+    assert "Held-out problems solved before: 0.0%" in result.stdout
+    assert "90% were expected" in result.stdout
+
+
+def test_the_demonstration_asks_for_what_it_did_not_teach(job: Demo) -> None:
+    rows = Path(job.settings.data[0]).read_text().splitlines()
+    taught = {json.loads(row)["prompt"] for row in rows}
+    assert len(taught) == 9000
+    assert len(job.held_out) == 1000
+    assert not taught & {problem for problem, _ in job.held_out}
+    for problem, answer in job.held_out[:50]:
+        left, right, total = demo.readable(problem, answer).replace("=", "+").split(" + ")
+        assert int(left) + int(right) == int(total)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_run_with_a_checkpoint(
+    job: Demo, tmp_path: Path, number: signal.Signals
+) -> None:
+    output = tmp_path / "out"
+    with _started(arguments_of(job, output, "--max-steps", "5000", "--log-every", "1")) as process:
+        _wait_for(process, "step 3/")
+        asked_s = time.monotonic()
+        process.send_signal(number)
+        told, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, told
+    assert time.monotonic() - asked_s < 20
+    assert "finishing this step" in told
+    assert "--resume goes on" in told
+    saved = sorted((output / "checkpoints").iterdir())
+    assert len(saved) == 1
+    assert (saved[0] / "manifest.json").is_file()
+
+
+def _started(arguments: list[str]) -> subprocess.Popen[str]:
+    root = Path(__file__).parents[2]
+    script = SCRIPT.format(tests=str(root / "tests"))
+    return subprocess.Popen(
+        [sys.executable, "-c", script, "train", "--device", "cpu", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root), "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
+    )
+
+
+def _wait_for(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return
+    pytest.fail(f"{text!r} never came")

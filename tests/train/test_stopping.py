@@ -1,0 +1,35 @@
+"""Signals while a run is open, and what is left of them afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from outcore.train.stopping import StopRequest
+
+
+def test_the_first_signal_asks_and_is_told() -> None:
+    told: list[str] = []
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest(told.append) as stop:
+        assert not stop.is_set
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.is_set
+    assert told == ["SIGTERM"]
+    assert stop.signal is signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_second_signal_ends_the_process_at_once() -> None:
+    script = (
+        "import os, signal, time\n"
+        "from outcore.train.stopping import StopRequest\n"
+        "with StopRequest():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], timeout=50)
+    assert done.returncode == 128 + signal.SIGINT
