@@ -121,6 +121,9 @@ def train_command(
             "--packing/--no-packing",
         ),
     ] = None,
+    dpo_beta: Annotated[
+        float | None, _option("Of preference pairs: DPO's beta (0.1).", _DATA)
+    ] = None,
     eval_data: Annotated[
         list[str] | None, _option("Files to evaluate on.", _DATA, metavar="FILE")
     ] = None,

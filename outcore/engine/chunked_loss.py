@@ -1,7 +1,8 @@
 """Head and cross-entropy in chunks, each differentiated at once.
 
-The logits of a whole batch never exist, and nothing is computed twice: the gradients of a chunk
-are taken while its logits are there.
+The logits of a whole batch never exist. Of a summed loss nothing is computed twice: the gradients
+of a chunk are taken while its logits are there. Losses token by token, whose gradients are known
+only later, make the logits of a chunk again in the backward.
 """
 
 from __future__ import annotations
@@ -51,6 +52,14 @@ def chunked_loss_sum(job: LossJob) -> Tensor:
     with recorded("compute", "head and loss", compute_stream(job.hidden.device)):
         total: Tensor = _ChunkedLoss.apply(job, job.hidden, job.weight, bias)  # type: ignore[no-untyped-call]
     return total
+
+
+def chunked_token_losses(job: LossJob) -> Tensor:
+    """Return the cross-entropy of each row, zero where it is ignored; differentiable likewise."""
+    bias = job.bias if job.bias is not None else job.hidden.new_empty(0)
+    with recorded("compute", "head and loss", compute_stream(job.hidden.device)):
+        losses: Tensor = _TokenLosses.apply(job, job.hidden, job.weight, bias)  # type: ignore[no-untyped-call]
+    return losses
 
 
 def _loss_of_logits(
@@ -133,6 +142,67 @@ class _ChunkedLoss(torch.autograd.Function):
                 for total, dtype in zip(sums, ctx.dtypes, strict=True)
             ),
         )
+
+
+class _TokenLosses(torch.autograd.Function):
+    """The cross-entropies one by one; a chunk's logits are made in the forward and the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, job: LossJob, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.job = job
+        ctx.save_for_backward(hidden, weight, bias)
+        losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
+        rows = _rows(hidden.shape[0], weight.shape[0])
+        for start in range(0, hidden.shape[0], rows):
+            cut = slice(start, start + rows)
+            logits = F.linear(hidden[cut], weight, bias if job.bias is not None else None)
+            losses[cut] = _losses_of_logits(job, logits, job.target[cut])
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias = ctx.saved_tensors
+        job, (_, *needs) = ctx.job, ctx.needs_input_grad
+        needs[2] = needs[2] and job.bias is not None
+        hidden_grad = torch.empty_like(hidden) if needs[0] else None
+        weight_sum, bias_sum = (
+            torch.zeros(t.shape, dtype=torch.float32, device=t.device) if need else None
+            for t, need in zip((weight, bias), needs[1:], strict=True)
+        )
+        rows = _rows(hidden.shape[0], weight.shape[0])
+        for start in range(0, hidden.shape[0], rows):
+            cut = slice(start, start + rows)
+            part = hidden[cut]
+            logits = F.linear(part, weight, bias if job.bias is not None else None)
+            logits.requires_grad_()
+            with torch.enable_grad():
+                losses = _losses_of_logits(job, logits, job.target[cut])
+            (logits_grad,) = torch.autograd.grad(losses, logits, grad[cut])
+            del losses, logits
+            if hidden_grad is not None:
+                hidden_grad[cut] = logits_grad @ weight
+            if weight_sum is not None:
+                _add_product_(weight_sum, logits_grad.t(), part)
+            if bias_sum is not None:
+                bias_sum += logits_grad.sum(0, dtype=torch.float32)
+            del logits_grad
+        return (
+            None,
+            hidden_grad,
+            None if weight_sum is None else weight_sum.to(weight.dtype),
+            None if bias_sum is None else bias_sum.to(bias.dtype),
+        )
+
+
+def _losses_of_logits(job: LossJob, logits: Tensor, target: Tensor) -> Tensor:
+    """The loss of each row of a chunk. logits (rows, vocabulary), target (rows,)."""
+    return F.cross_entropy(
+        apply_steps(job.steps, logits),
+        target,
+        ignore_index=job.ignore_index,
+        reduction="none",
+        label_smoothing=job.smoothing,
+    ).float()
 
 
 def _rows(num_rows: int, vocabulary: int) -> int:

@@ -21,6 +21,7 @@ from outcore.engine.chunked_loss import (
     Steps,
     apply_steps,
     chunked_loss_sum,
+    chunked_token_losses,
 )
 from outcore.engine.token_ranges import check_labels
 
@@ -232,28 +233,28 @@ def _cross_entropy(
 ) -> Tensor | None:
     if logits.dim() != 2 or weight is not None or size_average is not None or reduce is not None:
         return None
-    if reduction not in ("mean", "sum") or target.is_floating_point():
+    if reduction not in ("mean", "sum", "none") or target.is_floating_point():
         return None
     recipe = logits._recipe
     if target.shape != recipe.hidden.shape[:-1]:
         return None
     if not target.is_cuda:  # there, looking at them here would wait for the whole forward
         check_labels(target, ignore_index, logits.shape[-1])
-    count = (target != ignore_index).sum() if reduction == "mean" else None
-    loss = chunked_loss_sum(
-        LossJob(
-            hidden=recipe.hidden,
-            weight=recipe.weight,
-            bias=recipe.bias,
-            steps=recipe.steps,
-            target=target,
-            ignore_index=ignore_index,
-            smoothing=label_smoothing,
-            is_compiled=recipe.is_compiled,
-            wants_gradient=torch.is_grad_enabled(),
-        )
+    job = LossJob(
+        hidden=recipe.hidden,
+        weight=recipe.weight,
+        bias=recipe.bias,
+        steps=recipe.steps,
+        target=target,
+        ignore_index=ignore_index,
+        smoothing=label_smoothing,
+        is_compiled=recipe.is_compiled,
+        wants_gradient=torch.is_grad_enabled(),
     )
-    return loss if count is None else loss / count
+    if reduction == "none":
+        return chunked_token_losses(job).to(logits.dtype)
+    loss = chunked_loss_sum(job)
+    return loss if reduction == "sum" else loss / (target != ignore_index).sum()
 
 
 def deferred_logits(

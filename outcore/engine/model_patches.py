@@ -215,7 +215,8 @@ def _before_forward(
     engine.notice_writes()
     _wait_for_uncalled(engine)
     labels = kwargs.get("labels")
-    engine.defers_logits = torch.is_grad_enabled() or labels is not None
+    wanted = torch.is_grad_enabled() or labels is not None
+    engine.defers_logits = wanted or engine.always_defers_logits
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.device != engine.device:
             raise ValueError(

@@ -52,6 +52,7 @@ class Engine:
         self._written = self._versions()  # of the parameters, as last seen
         self.called_edges: set[int] = set()  # units that a module's call has waited for
         self.defers_logits = False
+        self.always_defers_logits = False  # also without gradients and labels
         self.token_ranges = TokenRanges(embedding=None, head=None)
         self.suspects_ids = False  # of the forward that runs: some may be out of range
         self.undo_patches: list[Callable[[], None]] = []

@@ -76,6 +76,12 @@ class Display:
             f"tokens/s; {prediction.binding_lane} binds"
         )
 
+    def reference(self, number: int, total: int) -> None:
+        now_s = time.perf_counter()
+        if now_s - self._last_line_s > _QUIET_S:
+            self._last_line_s = now_s
+            self.message(f"what the model says before training: batch {number:,} of {total:,}")
+
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         start_s = time.perf_counter()
@@ -101,7 +107,7 @@ class Display:
     def evaluated(self, step: int, found: Evaluated) -> None:
         self.message(
             f"step {step}: held-out loss {found.loss:.4f}, perplexity {found.perplexity:.2f} "
-            f"({found.num_tokens:,} tokens)"
+            f"(over {found.count:,})"
         )
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The loss on what was held out: the mean over all tokens that count, whatever the batches."""
+"""The loss on what was held out: the mean over all that counts, whatever the batches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch
 
 from outcore.data.batches import Batches
 from outcore.engine.offload import engine_of
+from outcore.train.objective import Objective
+from outcore.train.preference import evaluating
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """A loss in nats a token, and its exponential."""
+    """A loss, in nats a token or of a pair, and its exponential."""
 
     loss: float
-    num_tokens: int
+    count: int  # tokens or pairs
 
     @property
     def perplexity(self) -> float:
@@ -25,20 +27,15 @@ class Evaluated:
 
 
 @torch.no_grad()
-def evaluate(model: Any, batches: Batches) -> Evaluated:
+def evaluate(model: Any, batches: Batches, objective: Objective) -> Evaluated:
     """Return the held-out loss; the model is in training mode again afterwards."""
     device = engine_of(model).device
-    total, num_tokens = 0.0, 0
-    model.eval()
-    try:
-        with batches:
-            for batch in batches:
-                count = int((batch["labels"][:, 1:] != -100).sum())
-                if not count:
-                    continue
-                on_device = {k: v.to(device, non_blocking=True) for k, v in batch.items()}
-                total += float(model(**on_device).loss) * count
-                num_tokens += count
-    finally:
-        model.train()
-    return Evaluated(loss=total / max(1, num_tokens), num_tokens=num_tokens)
+    total, count = 0.0, 0
+    with evaluating(model), batches:
+        for number, batch in enumerate(batches):
+            on_device = {k: v.to(device, non_blocking=True) for k, v in batch.items()}
+            loss, size = objective.held_out(model, on_device, number)
+            if size:
+                total += float(loss) * size
+                count += size
+    return Evaluated(loss=total / max(1, count), count=count)

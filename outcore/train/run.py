@@ -29,6 +29,7 @@ from outcore.train.evaluation import Evaluated, evaluate
 from outcore.train.figures import StepFigures, TrainResult
 from outcore.train.lagged_loss import LaggedLoss
 from outcore.train.metrics import Metrics
+from outcore.train.objective import Objective, objective_for
 from outcore.train.report_page import write_report
 from outcore.train.schedule import LearningRate, warmup_steps
 from outcore.train.settings import TrainSettings, to_dict, with_seq_len
@@ -107,6 +108,7 @@ class _Run:
             least=settings.min_lr,
         )
         self.flops = plan.prediction.tflops * 1e12 * plan.prediction.step_s
+        self.objective: Objective
         self.step = 0
         self.saved_step: int | None = None
         self.best: float | None = None
@@ -115,6 +117,9 @@ class _Run:
 
     def train(self) -> TrainResult:
         """Resume, take the steps that are left, and write the model."""
+        self.objective = objective_for(
+            self.settings, self.corpus, self.model, self.display.reference
+        )
         self._resume()
         start_s = time.perf_counter()
         evaluated: Evaluated | None = None
@@ -186,7 +191,7 @@ class _Run:
             group["lr"] = self.lr.at(self.step)
         device = engine_of(self.model).device
         on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        loss: Tensor = self.model(**on_device).loss
+        loss = self.objective.loss(self.model, on_device, self.step)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -197,7 +202,7 @@ class _Run:
         if self.corpus.evaluation is None:
             return None
         with self.display.evaluating():
-            found = evaluate(self.model, self.corpus.evaluation())
+            found = evaluate(self.model, self.corpus.evaluation(), self.objective)
         metrics.add("eval", self.step, loss=found.loss, perplexity=found.perplexity)
         self.display.evaluated(self.step, found)
         if self.settings.eval_every and (self.best is None or found.loss < self.best):

@@ -63,6 +63,8 @@ class TrainSettings:
     num_workers: int | None = None  # processes that tokenise; None: one a core
     cache_dir: str | None = None  # None: inside the output directory
 
+    dpo_beta: float = 0.1  # of preference pairs: how far from the reference an answer may go
+
     # Evaluation.
     eval_data: tuple[str, ...] = ()
     held_out: float = 0.0  # part of the data, where there is no eval_data
@@ -128,6 +130,7 @@ _AT_LEAST: dict[str, float] = {
     "warmup": 0,
     "weight_decay": 0,
     "eps": 0,
+    "dpo_beta": 0,
     "max_grad_norm": 0,
     "lora_rank": 1,
     "num_workers": 1,

@@ -1,0 +1,94 @@
+"""What is minimised: the next token, or the preference between two answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from outcore.data.batches import Batch
+from outcore.train.corpus import Corpus
+from outcore.train.preference import (
+    AdaptersOff,
+    Reference,
+    dpo_loss,
+    precomputed,
+    sequence_logps,
+)
+from outcore.train.settings import TrainSettings
+
+TRAINING_REFERENCE = "reference.safetensors"
+HELD_OUT_REFERENCE = "reference-held-out.safetensors"
+
+
+class Objective(Protocol):
+    """From a batch on the device to a loss."""
+
+    def loss(self, model: Any, batch: Batch, number: int) -> Tensor:
+        """Return the loss of the ``number``-th training batch."""
+
+    def held_out(self, model: Any, batch: Batch, number: int) -> tuple[Tensor, int]:
+        """Return the loss of a batch that is evaluated, and over how many things it is a mean."""
+
+
+class NextToken:
+    """The model's own loss: the mean over the tokens that count."""
+
+    def loss(self, model: Any, batch: Batch, number: int) -> Tensor:
+        loss: Tensor = model(**batch).loss
+        return loss
+
+    def held_out(self, model: Any, batch: Batch, number: int) -> tuple[Tensor, int]:
+        count = int((batch["labels"][:, 1:] != -100).sum())
+        return self.loss(model, batch, number), count
+
+
+class Preference:
+    """DPO; evaluation has a reference of its own."""
+
+    def __init__(self, training: Reference, held_out: Reference | None, beta: float) -> None:
+        self._training = training
+        self._held_out = held_out
+        self._beta = beta
+
+    def loss(self, model: Any, batch: Batch, number: int) -> Tensor:
+        return self._loss(model, batch, self._training.logps(model, batch, number))
+
+    def held_out(self, model: Any, batch: Batch, number: int) -> tuple[Tensor, int]:
+        assert self._held_out is not None
+        reference = self._held_out.logps(model, batch, number)
+        return self._loss(model, batch, reference), batch["input_ids"].shape[0] // 2
+
+    def _loss(self, model: Any, batch: Batch, reference: Tensor) -> Tensor:
+        loss, _ = dpo_loss(sequence_logps(model, batch), reference, self._beta)
+        return loss
+
+
+def objective_for(
+    settings: TrainSettings,
+    corpus: Corpus,
+    model: Any,
+    progress: Callable[[int, int], None],
+) -> Objective:
+    """Return what the data asks for.
+
+    Called before the first step and before a resume: it may need the model as it was.
+    """
+    if not corpus.is_pairs:
+        return NextToken()
+    if settings.lora:
+        return Preference(AdaptersOff(), AdaptersOff(), settings.dpo_beta)
+    output = Path(settings.output)
+    training = precomputed(
+        model, corpus.training, corpus.num_steps, output / TRAINING_REFERENCE, progress
+    )
+    held_out = None
+    if corpus.evaluation is not None:
+        with corpus.evaluation() as batches:
+            assert batches.num_batches is not None
+            held_out = precomputed(
+                model, batches, batches.num_batches, output / HELD_OUT_REFERENCE, progress
+            )
+    return Preference(training, held_out, settings.dpo_beta)

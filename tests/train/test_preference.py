@@ -1,0 +1,116 @@
+"""DPO: the loss, both kinds of reference, and that a model comes to prefer what was chosen."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tokenizers_made_here import write_jsonl
+from torch.nn import functional as F
+from train_files import WORDS, Files
+from transformers import AutoModelForCausalLM
+
+import outcore
+from outcore.train.display import Display
+from outcore.train.metrics import read_metrics
+from outcore.train.preference import dpo_loss, sequence_logps
+from outcore.train.run import train
+
+
+@pytest.fixture
+def pairs(files: Files) -> Path:
+    chosen = random.Random(0)
+    rows = []
+    for _ in range(80):
+        words = chosen.choices(WORDS, k=4)
+        rows.append(
+            {
+                "prompt": " ".join(words),
+                "chosen": " ".join(sorted(words)),
+                "rejected": " ".join(sorted(words, reverse=True)),
+            }
+        )
+    return write_jsonl(files.folder / "pairs.jsonl", rows)
+
+
+def losses(output: str, kind: str = "train") -> list[float]:
+    return [line["loss"] for line in read_metrics(Path(output)) if line["kind"] == kind]
+
+
+def test_the_loss_of_pairs() -> None:
+    policy = torch.tensor([-1.0, -4.0, -3.0, -2.0])
+    reference = torch.tensor([-2.0, -3.0, -2.0, -2.0])
+    loss, share = dpo_loss(policy, reference, beta=0.5)
+    expected = -(F.logsigmoid(torch.tensor(1.0)) + F.logsigmoid(torch.tensor(-0.5))) / 2
+    assert loss == pytest.approx(float(expected))
+    assert share == 0.5
+
+
+def test_log_probabilities_and_their_gradients_are_those_of_plain_torch(files: Files) -> None:
+    torch.manual_seed(1)
+    ids = torch.randint(3, 60, (4, 24))
+    labels = ids.clone()
+    labels[:, :9] = -100
+    weight = torch.tensor([1.0, -2.0, 0.5, 0.0])
+    plain = AutoModelForCausalLM.from_pretrained(files.model).eval()
+    logps = F.log_softmax(plain(input_ids=ids).logits[:, :-1], -1)
+    target = labels[:, 1:]
+    expected = logps.gather(-1, target.clamp(min=0)[..., None])[..., 0]
+    expected = (expected * (target != -100)).sum(-1)
+    (expected * weight).sum().backward()
+
+    model = AutoModelForCausalLM.from_pretrained(files.model).eval()
+    outcore.offload(model, device="cpu", weights="host", state="host")
+    optimizer = outcore.AdamW(model, lr=1e-3, betas=(0.0, 0.95))
+    found = sequence_logps(model, {"input_ids": ids, "labels": labels})
+    assert torch.allclose(found, expected.detach(), rtol=1e-5)
+    (found * weight).sum().backward()
+    optimizer.step()
+    optimizer.synchronize()
+    # Without memory the first moment is the gradient.
+    for name, parameter in model.named_parameters():
+        gradient = dict(plain.named_parameters())[name].grad
+        moment = optimizer.state[parameter]["exp_avg"]
+        assert torch.allclose(moment, gradient, rtol=1e-3, atol=1e-5), name
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_model_comes_to_prefer_what_was_chosen(files: Files, pairs: Path, lora: bool) -> None:
+    if lora:
+        pytest.importorskip("peft")
+    settings = files.settings(
+        data=(str(pairs),),
+        max_steps=30,
+        lora=lora,
+        lora_rank=4,
+        lr=1e-2 if lora else 1e-3,
+        dpo_beta=1.0,
+        held_out=0.2,
+        eval_every=10,
+    )
+    result = train(settings, Display(Console(quiet=True)))
+    assert result.is_complete
+    taken = losses(settings.output)
+    # At the start the model is its own reference, up to the dropout of attention.
+    assert taken[0] == pytest.approx(0.6931, abs=0.1)
+    assert sum(taken[-3:]) / 3 < 0.4
+    assert losses(settings.output, "eval")[-1] < 0.6
+    assert (Path(settings.output) / "reference.safetensors").exists() is not lora
+
+
+def test_a_stopped_run_keeps_its_reference(files: Files, pairs: Path) -> None:
+    quiet = Display(Console(quiet=True))
+    whole = files.settings("whole", data=(str(pairs),), schedule="constant")
+    train(whole, quiet)
+    cut = files.settings("cut", data=(str(pairs),), schedule="constant", save_every=3)
+    train(cut, quiet)
+    newest = Path(cut.output) / "checkpoints" / "step-000000006"
+    newest.rename(newest.with_name("away"))  # as if it had been stopped after step 3
+    resumed = train(
+        files.settings("cut", data=(str(pairs),), schedule="constant", resume=True), quiet
+    )
+    assert resumed.is_complete
+    assert losses(whole.output) == losses(cut.output)
