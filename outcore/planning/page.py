@@ -46,10 +46,11 @@ def plan_page(
     comparison: Comparison | None = None,
     title: str | None = None,
     first: Sequence[tuple[str, str]] = (),
+    last: Sequence[tuple[str, str]] = (),
 ) -> str:
     """Return the whole page; ``measured`` adds a second timeline and figures side by side.
 
-    ``first``: headings and HTML of sections that come before the plan's own.
+    ``first``, ``last``: headings and HTML of sections around the plan's own.
     """
     title = title or f"{plan.model} on {plan.machine}"
     sections = [_section(heading, body) for heading, body in first]
@@ -66,6 +67,7 @@ def plan_page(
     ]
     if comparison is not None:
         sections.append(_section("Offload, or more GPUs?", _comparison(comparison)))
+    sections += [_section(heading, body) for heading, body in last]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_policy()}">\n'

@@ -63,9 +63,8 @@ def report_page(output: Path, settings: TrainSettings, plan: Plan, result: Train
                 ),
             ),
             ("Memory that was used", _memory(result)),
-            ("Settings", _settings(settings)),
-            ("Versions", _versions()),
         ),
+        last=(("Settings", _settings(settings)), ("Versions", _versions())),
     )
 
 
@@ -107,7 +106,7 @@ def _settings(settings: TrainSettings) -> str:
     rows = [
         [text(name), text(", ".join(value) if isinstance(value, tuple) else value)]
         for name, value in to_dict(settings).items()
-        if value is not None
+        if value not in (None, ())
     ]
     return table("Settings", ["setting", "value"], rows)
 
