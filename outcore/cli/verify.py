@@ -210,6 +210,12 @@ def _print_header(
     )
 
 
+def _say(console: Console, line: str) -> None:
+    """Where nobody watches the table fill, a line for each row: it may be minutes to the next."""
+    if not console.is_terminal:
+        console.print(line)
+
+
 def _run(console: Console, source: ModelSource, job: VerifyJob, report: dict[str, Any]) -> bool:
     """Fill the table and the report; return whether everything is as it should be."""
     from outcore.verify import (
@@ -230,8 +236,11 @@ def _run(console: Console, source: ModelSource, job: VerifyJob, report: dict[str
     with shown_while_filled(table, console):
         reference = train(make, RESIDENT, job)
         table.resident_done(reference)
+        _say(console, f"resident: {reference.seconds:.1f} s")
         for comparison in verify(make, job, chosen, reference=reference):
             table.placement_done(comparison)
+            verdict = "same bits" if comparison.is_exact else "differs"
+            _say(console, f"{comparison.name}: {verdict}, {comparison.seconds:.1f} s")
             report["placements"].append({**asdict(comparison), "is_exact": comparison.is_exact})
         plain = check_against_plain_torch(make, job)
         table.plain_torch_done(plain)
