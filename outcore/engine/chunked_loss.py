@@ -7,7 +7,6 @@ only later, make the logits of a chunk again in the backward.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outcore.engine import read_back_barrier
+from outcore.planning.loss_chunks import chunk_rows
 from outcore.stream.recording import compute_stream, recorded
-
-CHUNK_LOGITS = 1 << 28  # elements of logits that exist at a time
 
 Steps = tuple[tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]], ...]
 """Element-wise functions between head and loss, with their further arguments."""
@@ -98,7 +96,7 @@ class _ChunkedLoss(torch.autograd.Function):
         has_bias = job.bias is not None
         needs = [t.requires_grad and job.wants_gradient for t in (hidden, weight, bias)]
         function = _compiled_loss() if job.is_compiled else _loss_of_logits
-        rows = _rows(hidden.shape[0], weight.shape[0])
+        rows = chunk_rows(hidden.shape[0], *weight.shape)
         hidden_grad = torch.empty_like(hidden) if needs[0] else None
         weight_sum, bias_sum = (
             torch.zeros(t.shape, dtype=torch.float32, device=t.device) if need else None
@@ -152,7 +150,7 @@ class _TokenLosses(torch.autograd.Function):
         ctx.job = job
         ctx.save_for_backward(hidden, weight, bias)
         losses = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        rows = _rows(hidden.shape[0], weight.shape[0])
+        rows = chunk_rows(hidden.shape[0], *weight.shape)
         for start in range(0, hidden.shape[0], rows):
             cut = slice(start, start + rows)
             logits = F.linear(hidden[cut], weight, bias if job.bias is not None else None)
@@ -169,7 +167,7 @@ class _TokenLosses(torch.autograd.Function):
             torch.zeros(t.shape, dtype=torch.float32, device=t.device) if need else None
             for t, need in zip((weight, bias), needs[1:], strict=True)
         )
-        rows = _rows(hidden.shape[0], weight.shape[0])
+        rows = chunk_rows(hidden.shape[0], *weight.shape)
         for start in range(0, hidden.shape[0], rows):
             cut = slice(start, start + rows)
             part = hidden[cut]
@@ -203,13 +201,6 @@ def _losses_of_logits(job: LossJob, logits: Tensor, target: Tensor) -> Tensor:
         reduction="none",
         label_smoothing=job.smoothing,
     ).float()
-
-
-def _rows(num_rows: int, vocabulary: int) -> int:
-    """Return the rows of a chunk: equal chunks, few enough logits, a multiple of 64."""
-    most = max(64, CHUNK_LOGITS // vocabulary)
-    count = max(1, math.ceil(num_rows / most))
-    return max(64, math.ceil(math.ceil(num_rows / count) / 64) * 64)
 
 
 _compiled: Callable[..., Tensor] | None = None

@@ -6,7 +6,6 @@ What the books do not see, because the allocator of the device makes it while a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from outcore.machine.machine import Machine
@@ -14,6 +13,7 @@ from outcore.model_spec import BYTES_OF, ModelSpec
 from outcore.optim.gradient_sinks import RING_BUFFERS
 from outcore.planning.cost import input_bytes
 from outcore.planning.device_type import device_type
+from outcore.planning.loss_chunks import chunk_rows
 from outcore.planning.placement import Placement, Units
 from outcore.planning.plan import Budgets, Job
 from outcore.planning.state_bytes import StateBytes
@@ -22,7 +22,6 @@ DEVICE_SLACK = 0.03  # part of the device budget for the allocator's rounding an
 HOST_SHARE = 0.97  # of a machine's memory that a process gets
 DEVICE_SHARE = 0.98
 PROCESS_BYTES = 1_800_000_000  # interpreter, torch and its CUDA libraries; in no budget
-CHUNK_LOGITS = 1 << 28
 WORKSPACE_BYTES = 100_000_000  # of the matrix products' own, on a GPU
 _OFFLOADED_INPUTS = 3  # on the device at a time: going, in use, coming
 
@@ -170,19 +169,13 @@ class MemoryModel:
         )
         in_loss = 0.0
         if spec.vocabulary:
-            logits = _chunk_rows(self._tokens, spec.vocabulary) * spec.vocabulary
+            rows = chunk_rows(self._tokens, spec.vocabulary, spec.hidden_size)
+            logits = rows * spec.vocabulary
             # The logits and their gradient, and the head's gradient in fp32.
             in_loss = 2 * logits * BYTES_OF[dtype] + 4 * spec.head_parameters
         # The hidden states after the last block and their gradient exist in both.
         workspace = WORKSPACE_BYTES if self._is_gpu else 0
         return int(max(in_blocks, in_loss) + 2 * self._stream_bytes + workspace)
-
-
-def _chunk_rows(num_rows: int, vocabulary: int) -> int:
-    """Return the rows of a chunk of logits, as the engine cuts them."""
-    most = max(64, CHUNK_LOGITS // vocabulary)
-    count = max(1, math.ceil(num_rows / most))
-    return max(64, math.ceil(math.ceil(num_rows / count) / 64) * 64)
 
 
 def totals(tiers: TierBytes) -> dict[str, int]:

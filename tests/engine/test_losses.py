@@ -206,7 +206,7 @@ def test_all_labels_masked() -> None:
 
 def test_mean_of_chunks_is_the_mean_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows than a chunk holds: chunks of 64 rows out of 5 x 40."""
-    monkeypatch.setattr("outcore.engine.chunked_loss.CHUNK_LOGITS", 64 * VOCAB)
+    monkeypatch.setattr("outcore.planning.loss_chunks.MOST_LOGITS", 64 * VOCAB)
     batch = batch_of(seq_len=40)
     assert_same_gradients(lambda model: model(**batch).loss)
     assert_same_gradients(lambda model: model(**batch).loss, BY_NAME["gemma2"])
@@ -222,7 +222,7 @@ def test_the_logits_of_a_whole_batch_never_exist(monkeypatch: pytest.MonkeyPatch
             rows.append(x.shape[:-1].numel())
         return linear(x, weight, bias)
 
-    monkeypatch.setattr("outcore.engine.chunked_loss.CHUNK_LOGITS", 64 * VOCAB)
+    monkeypatch.setattr("outcore.planning.loss_chunks.MOST_LOGITS", 64 * VOCAB)
     monkeypatch.setattr(F, "linear", watched)
     for family in (LLAMA, BY_NAME["gemma2"], BY_NAME["granite"], BY_NAME["cohere"]):
         rows.clear()

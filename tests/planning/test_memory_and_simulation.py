@@ -14,6 +14,7 @@ from outcore.machine.machine import Machine
 from outcore.model_spec import ModelSpec, model_spec
 from outcore.planning.choice_table import ChoiceTable
 from outcore.planning.choices import TIERS, Choice, Choices
+from outcore.planning.loss_chunks import chunk_rows
 from outcore.planning.memory import budgets_of, totals
 from outcore.planning.micro_batch import pick_micro_batch
 from outcore.planning.plan import LANES, Budgets, Job, Plan
@@ -155,10 +156,20 @@ def test_a_machine_without_a_disk_gets_nothing_there() -> None:
 
 def test_the_engines_constants_are_the_plans() -> None:
     """What lies above the plan cannot be imported by it."""
-    from outcore.engine import chunked_loss, offloaded
+    from outcore.engine import offloaded
     from outcore.planning import memory
 
-    assert chunked_loss.CHUNK_LOGITS == memory.CHUNK_LOGITS
     assert offloaded._SLACK == memory.DEVICE_SLACK
-    for rows, vocabulary in [(1, 97), (1000, 152_064), (32_768, 152_064), (65_536, 32_000)]:
-        assert chunked_loss._rows(rows, vocabulary) == memory._chunk_rows(rows, vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "vocabulary", "hidden_size", "rows"),
+    [
+        (32_768, 152_064, 3584, 1728),  # 2**28 logits at most
+        (8192, 49_152, 576, 576),  # no more than the head
+        (768, 14, 128, 768),  # but some
+        (1, 97, 8, 64),
+    ],
+)
+def test_chunks_of_logits(num_rows: int, vocabulary: int, hidden_size: int, rows: int) -> None:
+    assert chunk_rows(num_rows, vocabulary, hidden_size) == rows
