@@ -191,7 +191,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
 
 def _is_offloaded(model: nn.Module) -> bool:
-    return getattr(model, "_outcore_engine", None) is not None
+    # Not getattr: a PEFT model hands on what it does not have to the model inside.
+    return "_outcore_engine" in vars(model)
 
 
 def _load_on_host(args: Any) -> None:
