@@ -23,6 +23,7 @@ from tiny import (
     state,
     weights,
 )
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import outcore
 from outcore.errors import StoreError
@@ -85,6 +86,50 @@ def test_resumes_in_another_placement(tmp_path: Path) -> None:
         more={"offload": later},
         **SAVING,
     )
+    assert_same_bits(state(resumed), state(whole))
+
+
+def mixtral() -> Any:
+    """Its files have other names than its parameters, which transformers puts together."""
+    torch.manual_seed(0)
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            attention_dropout=0.1,
+        )
+    )
+
+
+def resumed_and_whole(folder: Path, make: Any, **options: Any) -> tuple[Any, Any]:
+    """Run to the end; then from the first checkpoint, with a model of other values."""
+    whole = run(Trainer, folder, model=make(), **options)
+    forget_after(3, folder)
+    model = make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    return run(Trainer, folder, model=model, resume=True, **options), whole
+
+
+def test_a_mixture_of_experts_resumes_too(tmp_path: Path) -> None:
+    resumed, whole = resumed_and_whole(tmp_path, mixtral, **SAVING)
+    assert_same_bits(state(resumed), state(whole))
+
+
+@pytest.mark.gpu
+def test_bf16_resumes_with_its_master(tmp_path: Path) -> None:
+    """On a GPU only: not every CPU has torch's bf16."""
+    options: dict[str, Any] = {"use_cpu": False, "bf16": True, "full_determinism": True}
+    more = {"offload": {"weights": "host", "state": "host", "compile": False}}
+    resumed, whole = resumed_and_whole(tmp_path, gpt2, more=more, **options, **SAVING)
+    assert outcore.engine_of(whole.model).options.dtype == torch.bfloat16
+    assert any("remainder" in name for name in state(whole))
     assert_same_bits(state(resumed), state(whole))
 
 
