@@ -22,8 +22,8 @@ from outcore.units import format_bytes
 
 TINY = LlamaConfig(
     vocab_size=256,  # bytes
-    hidden_size=128,
-    intermediate_size=256,
+    hidden_size=64,
+    intermediate_size=128,
     num_hidden_layers=4,
     num_attention_heads=4,
     num_key_value_heads=2,
