@@ -50,7 +50,8 @@ def check_arguments(args: Any) -> None:
 def offload_options(args: Any, model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of ``outcore.offload``: those given, and what the arguments imply."""
     options = {"device": args.device, **given}
-    if torch.device(options["device"]).type != args.device.type:
+    chosen = torch.device(options["device"])
+    if chosen.type != args.device.type or chosen.index not in (None, args.device.index):
         raise ValueError(
             f"offload has device={str(options['device'])!r}, but the TrainingArguments compute on "
             f'"{args.device}": leave device out, and choose it there (use_cpu=True)'

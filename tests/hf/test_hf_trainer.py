@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
 from pathlib import Path
@@ -286,6 +287,13 @@ def test_what_cannot_be_done_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         run(Trainer, tmp_path, **arguments)
+
+
+def test_without_accelerate_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert outcore.hf.Trainer is Trainer
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'outcore\[hf\]'"):
+        importlib.reload(outcore.hf)
 
 
 def test_another_device_than_the_arguments_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import transformers
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+pytest.importorskip("accelerate", reason="needs accelerate")
+
 NUM_TOKENS = 64
 
 
