@@ -153,8 +153,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """Train as Trainer does; ``True`` resumes from the newest checkpoint that is whole."""
         if resume_from_checkpoint is True:
             newest = checkpoints.newest_whole(self.args.output_dir)
-            self._checked_checkpoint = newest
-            resume_from_checkpoint = newest or True  # True: Trainer says that there is none
+            if newest is None:  # in transformers' words
+                raise ValueError(
+                    f"No valid checkpoint found in output directory ({self.args.output_dir})"
+                )
+            self._checked_checkpoint = resume_from_checkpoint = newest
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny import (
+from torch import Tensor
+from trainer_runs import (
     assert_same_bits,
     assert_same_curve,
     gpt2,
@@ -22,7 +23,6 @@ from tiny import (
     run,
     state,
 )
-from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import outcore
@@ -210,6 +210,16 @@ def test_a_harmed_checkpoint_that_is_named_is_refused(copied: Path) -> None:
 def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No valid checkpoint"):
         run(Trainer, tmp_path / "none", resume=True)
+
+
+def test_with_unfinished_checkpoints_alone_there_is_neither(copied: Path) -> None:
+    for path in copied.glob("checkpoint-*/trainer_state.json"):
+        path.unlink()
+    with (
+        pytest.warns(UserWarning, match="cannot be used"),
+        pytest.raises(ValueError, match="No valid checkpoint"),
+    ):
+        run(Trainer, copied, resume=True, **SAVING)
 
 
 def test_a_checkpoint_of_the_plain_trainer_is_refused(tmp_path: Path) -> None:

@@ -12,8 +12,18 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny import assert_same_bits, assert_same_curve, gpt2, llama, logged, lora, rows, run, weights
 from torch.utils.data import DataLoader
+from trainer_runs import (
+    assert_same_bits,
+    assert_same_curve,
+    gpt2,
+    llama,
+    logged,
+    lora,
+    rows,
+    run,
+    weights,
+)
 from transformers import LlamaForCausalLM
 
 import outcore

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import assert_same_bits, assert_same_curve, llama, state, weights
 from tokenizers_made_here import CHATML, make_tokenizer
+from trainer_runs import assert_same_bits, assert_same_curve, llama, state, weights
 
 import outcore
 from outcore.hf import Trainer
