@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from outcore import hf
     from outcore.engine.create import from_config, load
     from outcore.engine.offload import engine_of, offload, release, synchronize
     from outcore.engine.run_record import record, report
@@ -34,6 +35,7 @@ __all__ = [
     "UnsupportedModel",
     "engine_of",
     "from_config",
+    "hf",
     "load",
     "offload",
     "plan",
@@ -65,6 +67,8 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "hf":  # a room of its own, which needs accelerate
+        return import_module("outcore.hf")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)

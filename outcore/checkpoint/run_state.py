@@ -45,11 +45,19 @@ class Resumed:
 
 
 def save(
-    folder: CheckpointFolder, model: nn.Module, optimizer: AdamW, values: dict[str, Any]
+    folder: CheckpointFolder,
+    model: nn.Module,
+    optimizer: AdamW,
+    values: dict[str, Any],
+    *,
+    with_frozen: bool = True,
 ) -> Path:
-    """Write a checkpoint of the state after the last ``step()``; ``values`` must be plain JSON."""
+    """Write a checkpoint of the state after the last ``step()``; ``values`` must be plain JSON.
+
+    ``with_frozen=False`` leaves out weights that are not trained: a run that goes on brings them.
+    """
     optimizer.synchronize()
-    files = dict(_files(model, optimizer))
+    files = dict(_files(model, optimizer, with_frozen=with_frozen))
     num_bytes = _EXTRA_BYTES + sum(Layout.of(tensors).num_bytes for tensors in files.values())
 
     def write_files(directory: Path) -> tuple[tuple[FileEntry, ...], dict[str, object]]:
@@ -65,24 +73,45 @@ def save(
     return folder.commit(optimizer.num_steps, num_bytes, write_files)
 
 
-def load(folder: CheckpointFolder, model: nn.Module, optimizer: AdamW) -> Resumed | None:
+def load(
+    folder: CheckpointFolder,
+    model: nn.Module,
+    optimizer: AdamW,
+    *,
+    with_frozen: bool = True,
+    is_checked: bool = False,
+) -> Resumed | None:
     """Restore the newest checkpoint that is whole; None if there is none.
 
-    Everything is checked before anything is changed.
+    Everything is checked before anything is changed; ``is_checked``: by ``check`` just now.
     """
-    for directory, manifest in folder.newest(_check):
-        targets = dict(_files(model, optimizer))
+    for directory, manifest in folder.newest(_trust if is_checked else _check):
+        targets = dict(_files(model, optimizer, with_frozen=with_frozen))
         _check_fits(directory, manifest, targets, model)
         _restore(directory, manifest, targets, model, optimizer)
         return Resumed(step=manifest.step, values=manifest.values["run"])
     return None
 
 
-def _files(model: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, Named]]:
+def check(folder: CheckpointFolder) -> int | None:
+    """Return the step of the newest checkpoint, every byte of which was read; None if none is."""
+    return next((manifest.step for _, manifest in folder.newest(_check)), None)
+
+
+def load_random(folder: CheckpointFolder) -> None:
+    """Restore the random generators alone."""
+    for directory, manifest in folder.newest(_trust):
+        _restore_random(directory, manifest)
+
+
+def _files(model: nn.Module, optimizer: AdamW, *, with_frozen: bool) -> Iterator[tuple[str, Named]]:
     """Yield the tensors of each unit, and the model's buffers; all are views of their homes."""
     for unit in engine_of(model).units:
         tensors: Named = []
+        trainable = {field.name for field in unit.layout.trainable}
         for name, parameter in unit.parameters.items():
+            if name not in trainable and not with_frozen:
+                continue
             full = unit.full_name(name)
             tensors.append((f"{full}.{_WEIGHT}", parameter.detach()))
             entry = optimizer.state.get(parameter, {})
@@ -98,6 +127,10 @@ def _files(model: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, Named]]:
 def _check(directory: Path, manifest: Manifest) -> None:
     for file in manifest.files:
         check_file(directory, file)
+
+
+def _trust(directory: Path, manifest: Manifest) -> None:
+    """Take the files as they are: what is read from them is compared with its checksum anyway."""
 
 
 def _check_fits(
@@ -150,6 +183,10 @@ def _restore(
             if weights:
                 engine.weights_replaced()
     optimizer.resume(manifest.step, manifest.values["optimizer"])
+    _restore_random(directory, manifest)
+
+
+def _restore_random(directory: Path, manifest: Manifest) -> None:
     random_file = next(file for file in manifest.files if file.name == _RANDOM)
     states = {e.name: torch.empty(e.shape, dtype=dtype_of(e)) for e in random_file.tensors}
     read_tensors(directory, random_file, states.items())

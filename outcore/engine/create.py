@@ -20,6 +20,7 @@ from outcore.engine.offload import offload, offload_from, resolve_options
 from outcore.engine.options import OffloadOptions
 from outcore.errors import UnsupportedModel
 from outcore.model_config import read_config
+from outcore.model_directory import model_directory
 from outcore.model_spec import auto_class as auto_class_of
 
 
@@ -38,17 +39,17 @@ def from_config(config: Any, *, auto_class: Any = None, **options: Any) -> Any:
 
 
 def load(directory: str | Path, *, auto_class: Any = None, **options: Any) -> Any:
-    """Return the model of a Hugging Face directory, offloaded with ``options``.
+    """Return the model of a Hugging Face directory or Hub id, offloaded with ``options``.
 
     safetensors files only; no pickle is read and no code from the directory is run.
     """
     from transformers import GenerationConfig
 
-    path = Path(directory).expanduser()
+    path = model_directory(directory)
     if not (path / "config.json").is_file():
         raise ValueError(
-            f"{path} is no Hugging Face model directory: it has no config.json. For a model on the "
-            "Hub pass huggingface_hub.snapshot_download(name)."
+            f"{path} is no Hugging Face model directory: it has no config.json. A model on the Hub "
+            'is named by its id, "org/name".'
         )
     config = read_config(path / "config.json")
     quantization = getattr(config, "quantization_config", None)

@@ -62,6 +62,7 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
                 )
     _make_edges_wait(model, engine)
     if head is not None:
+        _make_head_wait_after_body(model, engine, head)
         forward = functools.partial(_head_forward, engine, head, head.forward)
         _replace(engine, head, "forward", forward)
     _check_tokens(model, engine, head)
@@ -139,6 +140,25 @@ def _wait_for(called: set[int], units: Sequence[Unit], module: nn.Module, args: 
         unit.before_compute()
 
 
+def _make_head_wait_after_body(model: nn.Module, engine: Engine, head: nn.Linear) -> None:
+    """Wait for the head's update when the model's body has run, whoever reads the head then.
+
+    Losses that multiply by its weight themselves (TRL's) never call it. Its update is the last in
+    the queue: waited for at the beginning of a forward, it would hide nothing of the others.
+    """
+    units = {engine.unit_of(p).index: engine.unit_of(p) for p in head.parameters()}
+    waits = functools.partial(_wait_for, engine.called_edges, list(units.values()))
+    for module in model.modules():
+        body = module.base_model if hasattr(type(module), "base_model_prefix") else module
+        if isinstance(body, nn.Module) and body is not module and not _holds(body, head):
+            hook = body.register_forward_hook(lambda body, args, _: waits(body, args))
+            engine.undo_patches.append(hook.remove)
+
+
+def _holds(module: nn.Module, wanted: nn.Module) -> bool:
+    return any(inner is wanted for inner in module.modules())
+
+
 def _wait_for_uncalled(engine: Engine) -> None:
     """Wait here for edges that no call of a module of theirs has announced in earlier forwards.
 
@@ -196,6 +216,8 @@ def _patch_methods(model: nn.Module, engine: Engine) -> None:
     for module in model.modules():
         if module is not model:
             _replace(engine, module, "_apply", _refuse_apply)
+        if hasattr(type(module), "gradient_checkpointing_enable"):
+            _replace(engine, module, "gradient_checkpointing_enable", _keep_own_recomputing)
 
 
 def unpatch_model(engine: Engine) -> None:
@@ -287,6 +309,10 @@ def _refuse_apply(*_: Any, **__: Any) -> nn.Module:
         "an offloaded model cannot be moved or cast: call outcore.release(model) first, or "
         "offload it anew for another device or type"
     )
+
+
+def _keep_own_recomputing(*_: Any, **__: Any) -> None:
+    """Do nothing: blocks keep or recompute by their own plan, and would recompute twice."""
 
 
 def _refuse_resize(*_: Any, **__: Any) -> nn.Module:

@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import outcore
 from outcore.checkpoint import run_state
 from outcore.checkpoint.folder import CheckpointFolder
+from outcore.checkpoint.manifest import read_manifest
 from outcore.errors import StoreError
 
 CONFIG: dict[str, Any] = {
@@ -135,3 +136,47 @@ def test_without_a_checkpoint_there_is_nothing_to_resume(
 ) -> None:
     run = Run(tmp_path, weights="host", state="host")
     assert run_state.load(CheckpointFolder(tmp_path / "none"), run.model, run.optimizer) is None
+
+
+def test_frozen_weights_can_stay_out(tmp_path: Path, closed_engines: None) -> None:
+    class Frozen(Run):
+        def __init__(self, disk: Path, seed: int = 0, **options: Any) -> None:
+            torch.manual_seed(0)  # what is frozen is the same model's
+            model = GPT2LMHeadModel(GPT2Config(**CONFIG)).train()
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("mlp" in name)
+            self.model = outcore.offload(model, device="cpu", disk=str(disk), **options)
+            self.optimizer = outcore.AdamW(self.model, lr=1e-2)
+            self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
+            self.losses = []
+
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    run = Frozen(tmp_path, weights="host", state="host")
+    run.train(2)
+    directory = run_state.save(folder, run.model, run.optimizer, {}, with_frozen=False)
+    names = [entry.name for file in read_manifest(directory).files for entry in file.tensors]
+    assert any(".mlp." in name for name in names)
+    assert not any(".attn." in name or "wte" in name for name in names)
+    assert run_state.check(folder) == 2
+    run.train(2)
+    other = Frozen(tmp_path, weights="device", state="host")
+    other.train(1)
+    resumed = run_state.load(
+        folder, other.model, other.optimizer, with_frozen=False, is_checked=True
+    )
+    assert resumed is not None
+    other.train(2)
+    assert other.losses[1:] == run.losses[2:]
+    found, expected = other.tensors(), run.tensors()
+    assert [n for n in expected if not torch.equal(found[n], expected[n])] == []
+    with pytest.raises(StoreError, match="not there"):  # whole, it was never
+        run_state.load(folder, other.model, other.optimizer)
+
+
+def test_the_generators_alone(tmp_path: Path, closed_engines: None) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    run = Run(tmp_path, weights="host", state="host")
+    run.save(folder)
+    drawn = [torch.rand(2).tolist(), random.random(), float(np.random.rand())]
+    run_state.load_random(folder)
+    assert [torch.rand(2).tolist(), random.random(), float(np.random.rand())] == drawn

@@ -70,8 +70,3 @@ def test_an_fp32_checkpoint_starts_from_its_fp32_master(directory: Path) -> None
         assert theirs.remainder is not None
         assert torch.equal(ours.remainder, theirs.remainder), ours.name
         assert ours.remainder.any() or "norm" in ours.name
-
-
-def test_a_hub_name_says_what_to_do() -> None:
-    with pytest.raises(ValueError, match="snapshot_download"):
-        outcore.load("someone/some-model", device="cpu")

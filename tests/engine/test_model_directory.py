@@ -1,0 +1,100 @@
+"""Models by their id on the Hub: from the cache when offline, and only files that are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import outcore
+from outcore.model_directory import model_directory
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and no network."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def put_model(cache: Path, name: str) -> LlamaForCausalLM:
+    """Lay out a model as a download does: blobs, and a snapshot of links to them."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=97,
+        )
+    )
+    folder = cache / f"models--{name.replace('/', '--')}"
+    model.save_pretrained(folder / "blobs")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(COMMIT)
+    snapshot = folder / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    for blob in (folder / "blobs").iterdir():
+        (snapshot / blob.name).symlink_to(Path("../../blobs") / blob.name)
+    return model
+
+
+def test_a_cached_model_is_loaded_offline(cache: Path) -> None:
+    expected = put_model(cache, "some-org/a-model.v1")
+    model = outcore.load("some-org/a-model.v1", device="cpu")
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_a_model_that_is_not_cached_is_named(cache: Path) -> None:
+    with pytest.raises(ValueError, match=r"some-org/another.*hub.*HF_HUB_OFFLINE is set"):
+        outcore.load("some-org/another", device="cpu")
+
+
+def test_a_path_is_never_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> str:
+        raise AssertionError("asked the Hub")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for name in ("models/misspelt", "nothing", "/no/such/folder", "./a/b", "../a/b", "a/b/c"):
+        assert model_directory(name) == Path(name)
+        with pytest.raises(ValueError, match=r"no config\.json"):
+            outcore.load(name, device="cpu")
+
+
+def test_pickles_and_code_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def remember(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return "/somewhere"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", remember)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert model_directory("org/name") == Path("/somewhere")
+    assert asked["name"] == "org/name"
+    assert asked["local_files_only"] is False
+    from huggingface_hub.utils import filter_repo_objects
+
+    files = [
+        "config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json",
+        "tokenizer.json", "tokenizer.model", "merges.txt", "chat_template.jinja",
+        "pytorch_model.bin", "model.pt", "modeling_name.py", "original/consolidated.safetensors",
+        "consolidated.safetensors", "onnx/config.json", "model.gguf",
+    ]  # fmt: skip
+    fetched = filter_repo_objects(
+        files, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
+    )
+    assert list(fetched) == files[:7]

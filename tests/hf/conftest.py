@@ -1,0 +1,27 @@
+"""Trainers of the real libraries on tiny models; nothing is asked of the network."""
+
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported
+os.environ["TQDM_DISABLE"] = "1"
+sys.path.append(str(Path(__file__).parents[1] / "data"))  # the tokenizers that are made there
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libraries_are_no_garbage() -> Iterator[None]:
+    """Each offload and each train() collects garbage, among all that was imported: 0.5 s."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _tiny_models(one_torch_thread: None, closed_engines: None) -> None:
+    pass
