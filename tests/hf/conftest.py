@@ -2,13 +2,10 @@
 
 import gc
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is first imported
 os.environ["TQDM_DISABLE"] = "1"
-sys.path.append(str(Path(__file__).parents[1] / "data"))  # the tokenizers that are made there
 
 import pytest
 
