@@ -82,7 +82,11 @@ def _files(model: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, Named]]:
     """Yield the tensors of each unit, and the model's buffers; all are views of their homes."""
     for unit in engine_of(model).units:
         tensors: Named = []
+        if unit.packed is not None:  # as it is: packing what was expanded may round once more
+            tensors.append((f"{unit.name}.packed.{_WEIGHT}", unit.packed_span(unit.home)))
         for name, parameter in unit.parameters.items():
+            if parameter.is_meta:
+                continue  # in the packed span
             full = unit.full_name(name)
             tensors.append((f"{full}.{_WEIGHT}", parameter.detach()))
             entry = optimizer.state.get(parameter, {})

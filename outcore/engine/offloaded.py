@@ -19,6 +19,7 @@ from outcore.engine.token_ranges import TokenRanges
 from outcore.optim.backend import DEVICE_STATE, OptimizerBackend, OptimizerPlacement
 from outcore.planning.plan import Plan
 from outcore.store.ledger import Ledger, TierReport, tier_report
+from outcore.stream.expansion import Expansion
 from outcore.stream.lanes import Lane
 from outcore.stream.slots import Slots
 from outcore.stream.unit import Unit
@@ -38,6 +39,7 @@ class Engine:
         host_ledger: Ledger,
         device_ledger: Ledger,
         slots: Slots,
+        expansion: Expansion,
         copy_in: Lane,
         disk: DiskTier | None,
         plan: Plan | None,
@@ -47,6 +49,7 @@ class Engine:
         self.host_ledger = host_ledger
         self.device_ledger = device_ledger
         self.slots = slots
+        self.expansion = expansion
         self.disk = disk
         self.plan = plan
         self._written = self._versions()  # of the parameters, as last seen

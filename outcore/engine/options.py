@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from outcore.kernels.packed_format import PackedFormat, packed_format
 from outcore.machine import here
 from outcore.optim.state_format import StateFormat
 from outcore.optim.state_format import state_format as make_state_format
@@ -41,6 +42,7 @@ class OffloadOptions:
     dtype: torch.dtype
     gradient_dtype: torch.dtype
     state_format: StateFormat
+    frozen_weights: PackedFormat | None
     num_slots: int
     num_visits: int | None
     is_compiled: bool
@@ -156,6 +158,7 @@ def check_options(
     dtype: torch.dtype | None,
     gradient_dtype: torch.dtype | None,
     state_format: str,
+    frozen_weights: str | None,
     num_slots: int,
     num_visits: int | None,
     compile: bool | None,
@@ -199,6 +202,7 @@ def check_options(
         dtype=dtype,
         gradient_dtype=gradient_dtype,
         state_format=make_state_format(state_format, dtype),
+        frozen_weights=packed_format(frozen_weights),
         num_slots=num_slots,
         num_visits=num_visits,
         is_compiled=chosen.type == "cuda" if compile is None else compile,

@@ -83,12 +83,12 @@ class SpanLayout:
 
         Writers of checkpoints take tensors in one storage for tied weights and copy them all.
         """
-        whole = flat.untyped_storage()
-        start = flat.storage_offset() * flat.itemsize
-        tensors = {}
-        for f in self.fields:
-            first = start + f.offset * flat.itemsize
-            piece = whole[first : first + f.numel * flat.itemsize]
-            empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
-            tensors[f.name] = empty.set_(piece, 0, f.shape)  # type: ignore[call-overload]
-        return tensors
+        return {f.name: separate(flat[f.offset : f.end], f.shape) for f in self.fields}
+
+
+def separate(flat: Tensor, shape: torch.Size) -> Tensor:
+    """Return the memory of a flat tensor as one of ``shape``, with a storage of its own."""
+    start = flat.storage_offset() * flat.itemsize
+    piece = flat.untyped_storage()[start : start + flat.nbytes]
+    empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return empty.set_(piece, 0, shape)  # type: ignore[call-overload, no-any-return]
