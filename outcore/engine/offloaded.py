@@ -15,6 +15,7 @@ from outcore.engine.activations import ActivationPolicy
 from outcore.engine.disk_tier import DiskTier
 from outcore.engine.host_inputs import HostInputs
 from outcore.engine.options import OffloadOptions
+from outcore.engine.packed_parameters import check_not_written
 from outcore.engine.token_ranges import TokenRanges
 from outcore.optim.backend import DEVICE_STATE, OptimizerBackend, OptimizerPlacement
 from outcore.planning.plan import Plan
@@ -144,6 +145,7 @@ class Engine:
         versions = self._versions()
         changed = [u for u in self.units if self._written.get(u.index) != versions[u.index]]
         if changed:
+            check_not_written(changed)
             self.synchronize()
             self.weights_replaced(changed)
         self._written = versions

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outcore.errors import OutcoreError
 from outcore.kernels.packed import unpack
 from outcore.kernels.packed_format import PackedFormat
 from outcore.store.ledger import Ledger
@@ -181,6 +182,18 @@ def _take(
     else:
         unit.packed.store(unit.packed_span(unit.home), field, values, device)
     state[prefix + leaf] = torch.empty(field.shape, dtype=unit.dtype, device="meta")
+
+
+def check_not_written(units: Sequence[Unit]) -> None:
+    """Refuse to go on where a packed parameter was written: it has no memory that could keep it."""
+    for unit in units:
+        for field in unit.packed.fields if unit.packed is not None else ():
+            if unit.parameters[field.name]._version:
+                raise OutcoreError(
+                    f"{unit.full_name(field.name)} was written in place, but its values are kept "
+                    "in 8 or 4 bit elsewhere: load them with load_state_dict, or call "
+                    "outcore.release(model) first"
+                )
 
 
 def check_room_to_expand(units: Sequence[Unit], ledger: Ledger) -> None:
