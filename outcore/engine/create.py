@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outcore.adapters import with_adapters
 from outcore.blocks import Part
-from outcore.engine.adapters import with_adapters
 from outcore.engine.checkpoint_files import CheckpointFiles
 from outcore.engine.converted import check_size, converted
 from outcore.engine.offload import offload, offload_from, resolve_options

@@ -64,6 +64,7 @@ PLANNED = (
     "weights",
     "state",
     "state_format",
+    "frozen_weights",
     "activations",
     "micro_batch",
     "num_slots",
@@ -89,6 +90,7 @@ def plan_here(subject: Any, options: dict[str, Any], tokens: int, seq_len: int) 
         disk=options["disk"],
         dtype="bf16" if dtype == torch.bfloat16 else "fp32",
         state_format=options["state_format"],
+        frozen_weights=options["frozen_weights"],
         micro_batch=options["micro_batch"],
     )
 
@@ -114,7 +116,8 @@ def planned(plan: Plan, options: dict[str, Any], defaults: dict[str, Any]) -> di
     """Return the arguments of ``offload`` that carry out ``plan``, over ``options``."""
     for name in PLANNED:
         is_plans = name == "micro_batch" and options[name] == plan.job.micro_batch
-        is_plans = is_plans or (name == "state_format" and options[name] == plan.job.state_format)
+        if name in ("state_format", "frozen_weights"):
+            is_plans = options[name] == getattr(plan.job, name)
         if options[name] != defaults[name] and not is_plans:
             raise ValueError(f"{name} is the plan's to decide: leave it out, or make another plan")
     budgets = plan.job.budgets
@@ -125,6 +128,7 @@ def planned(plan: Plan, options: dict[str, Any], defaults: dict[str, Any]) -> di
         **options,
         "dtype": dtype,
         "state_format": plan.job.state_format,
+        "frozen_weights": plan.job.frozen_weights,
         "device_memory": options["device_memory"] or budgets.device_bytes,
         "host_memory": options["host_memory"] or budgets.host_bytes,
         "disk": options["disk"] or _disk_text(budgets),

@@ -1,4 +1,4 @@
-"""Parameters whose values are kept in 8 or 4 bit: which ones, and what a reader gets to see.
+"""Parameters whose values are kept in 8 or 4 bit: what a reader or writer gets to see.
 
 The module's parameter is on the meta device: it has a shape and a type, and no memory. In a
 ``state_dict`` its place is taken by a ``PackedWeight``, which is expanded by whoever uses it, so
@@ -22,23 +22,8 @@ from outcore.store.packed_spans import PackedField
 from outcore.store.spans import separate
 from outcore.stream.unit import Unit
 
-MIN_ELEMENTS = 1 << 12  # of a matrix: smaller ones are no burden
-MIN_COLUMNS = 32  # shorter rows are filled up with zeros
-ROUTERS = ("gate", "router")  # modules that choose experts: small, and a rounding changes a choice
-
 Replaced = dict[int, tuple[nn.Parameter, nn.Parameter]]
 """By id: a parameter, and the one that took its place."""
-
-
-def is_packable(name: str, parameter: Tensor) -> bool:
-    """Whether frozen_weights applies: frozen matrices, and the stacked ones of fused experts."""
-    return (
-        not parameter.requires_grad
-        and parameter.dim() in (2, 3)
-        and parameter.numel() >= MIN_ELEMENTS
-        and parameter.shape[-1] >= MIN_COLUMNS
-        and not any(piece in ROUTERS for piece in name.split("."))
-    )
 
 
 _DATA: Any = vars(torch._C.TensorBase)["data"].__get__  # what reading .data calls

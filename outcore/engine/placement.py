@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from outcore.blocks import Part, end_module, find_parts, runs_as_block
 from outcore.engine.options import OffloadOptions
-from outcore.engine.packed_parameters import Replaced, is_packable, replace_parameter
+from outcore.engine.packed_parameters import Replaced, replace_parameter
 from outcore.errors import UnsupportedModel
 from outcore.kernels import split_master24, split_master_
 from outcore.kernels.packed_format import PackedFormat, check_range
@@ -21,7 +21,7 @@ from outcore.optim.disk_updater import num_weight_buffers
 from outcore.optim.updates import MAX_PIECE_ELEMENTS
 from outcore.store.host_arena import HostArena, aligned_bytes
 from outcore.store.ledger import Ledger
-from outcore.store.packed_spans import PackedLayout
+from outcore.store.packed_spans import PackedLayout, is_packable
 from outcore.store.spans import SpanLayout
 from outcore.stream.disk_tensors import DiskShape
 from outcore.stream.unit import Unit

@@ -1,12 +1,12 @@
 """Packed matrices of one block as one span of bytes: the codes and scales of each, aligned.
 
 Beside it lies the expanded form: the same matrices in a plain span, which is what the block's
-forward is given.
+forward is given. ``is_packable`` says which parameters are packed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,30 @@ from outcore.kernels.packed import unpack_
 from outcore.kernels.packed_format import PackedFormat
 from outcore.store.spans import SpanLayout
 
+MIN_ELEMENTS = 1 << 12  # of a matrix: smaller ones are no burden
+MIN_COLUMNS = 32  # shorter rows are filled up with zeros
+ROUTERS = ("gate", "router")  # modules that choose experts: small, and a rounding changes a choice
+_ROWS_AT_ONCE_ELEMENTS = 1 << 24
 _ALIGN_BYTES = 512  # a multiple of every aligned element's: the span may follow a plain one
+
+
+def is_packable(name: str, parameter: Tensor) -> bool:
+    """Whether frozen_weights applies: frozen matrices, and the stacked ones of fused experts."""
+    return (
+        not parameter.requires_grad
+        and parameter.dim() in (2, 3)
+        and parameter.numel() >= MIN_ELEMENTS
+        and parameter.shape[-1] >= MIN_COLUMNS
+        and not any(piece in ROUTERS for piece in name.split("."))
+    )
+
+
+def packed_bytes(shapes: Iterable[torch.Size], format: PackedFormat) -> int:
+    """Return the bytes of the packed span of matrices of these shapes."""
+    return sum(
+        _aligned(format.code_bytes(shape)) + _aligned(2 * format.num_blocks(shape))
+        for shape in shapes
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +117,6 @@ class PackedLayout:
         for field in self.fields:
             codes, scales = self.parts(span, field)
             unpack_(places[field.name], codes, scales, self.format)
-
-
-_ROWS_AT_ONCE_ELEMENTS = 1 << 24
 
 
 def _aligned(num_bytes: int) -> int:

@@ -16,6 +16,11 @@ from torch import Tensor
 ALIGN_ELEMENTS = 128  # 256 bytes of bf16, 512 of fp32
 
 
+def aligned_numel(numel: int) -> int:
+    """Return the elements that a parameter of ``numel`` takes in a span."""
+    return -(-numel // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+
+
 @dataclass(frozen=True, kw_only=True)
 class Field:
     """One parameter's place in a span, in elements."""
@@ -56,7 +61,7 @@ class SpanLayout:
                     trainable=parameter.requires_grad,
                 )
             )
-            offset += -(-parameter.numel() // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+            offset += aligned_numel(parameter.numel())
             if parameter.requires_grad:
                 trainable_numel = offset
         return cls(fields=tuple(fields), numel=offset, trainable_numel=trainable_numel)

@@ -11,9 +11,9 @@ import transformers as hf
 from torch import Tensor, nn
 
 import outcore
-from outcore.engine.packed_parameters import is_packable
 from outcore.kernels.packed import unpack
 from outcore.kernels.packed_format import FORMATS
+from outcore.store.packed_spans import is_packable
 
 VOCAB = 97
 

@@ -17,7 +17,7 @@ import lora
 import transformers as hf
 
 import outcore
-from outcore.engine.adapters import with_adapters
+from outcore.adapters import with_adapters
 from outcore.engine.offload import engine_of
 
 frozen = pytest.mark.parametrize("frozen_weights", [None, "int8", "int4"])
