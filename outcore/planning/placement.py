@@ -116,8 +116,13 @@ class Units:
         return buffers * self._largest_piece * itemsize
 
     def weight_staging_bytes(self, sizes: StateBytes) -> int:
-        """Return the same for weights."""
-        return num_weight_buffers() * self._largest_piece * sizes.weight
+        """Return the same for weights, whose span may be longer than what is trained of it."""
+        blocks = [unit for unit in self.units if unit.block is not None]
+        pieces = [
+            min(unit.numel, piece_numel(unit.trainable_numel or unit.numel, MAX_PIECE_ELEMENTS))
+            for unit in blocks
+        ]
+        return num_weight_buffers() * max(pieces, default=0) * sizes.weight
 
     def first_chunk(self, unit: int) -> int:
         return next(iter(_cut(self.units[unit].deliveries, self._limit())), 0)
