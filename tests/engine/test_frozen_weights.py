@@ -18,6 +18,7 @@ import transformers as hf
 import outcore
 from outcore.engine.offload import engine_of
 from outcore.engine.packed_parameters import PackedWeight
+from outcore.kernels.packed import unpack
 from outcore.kernels.packed_format import FORMATS
 
 formats = pytest.mark.parametrize("format", FORMATS)
@@ -267,6 +268,19 @@ def test_state_dict_save_and_release_show_the_expanded_values(format: str, tmp_p
     outcore.release(model)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, expected[name]), name
+    model(**lora.batch()).loss.backward()
+
+
+def test_bf16_is_rounded_once_from_the_code() -> None:
+    model = lora.offloaded(lora.plain_model(), "int4", dtype=torch.bfloat16)
+    plain, format = lora.plain_model(), FORMATS["int4"]
+    name = "base_model.model.model.layers.1.mlp.down_proj.base_layer.weight"
+    weight = plain.get_parameter(name)
+    expected = unpack(*format.pack(weight), format, weight.shape, torch.bfloat16)
+    found = model.state_dict()[name]
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found.cpu(), expected)
+    outcore.AdamW(model, lr=1e-2)
     model(**lora.batch()).loss.backward()
 
 
