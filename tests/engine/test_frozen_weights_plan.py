@@ -32,8 +32,15 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("format", [None, "int8", "int4"])
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [
+        *((name, "int4") for name in CHOICES),
+        ("all on host", "int8"),
+        ("all on host", None),
+        ("weights on disk", None),
+    ],
+)
 def test_the_plans_bytes_are_the_runs(name: str, format: Any, tmp_path: Path) -> None:
     model = lora.plain_model()
     spec = spec_of_model(model)
