@@ -169,16 +169,23 @@ def _take(
     state[prefix + leaf] = torch.empty(field.shape, dtype=unit.dtype, device="meta")
 
 
-def check_not_written(units: Sequence[Unit]) -> None:
+def packed_versions(units: Sequence[Unit]) -> dict[str, int]:
+    """Return how often each packed parameter was written, by its full name."""
+    return {
+        unit.full_name(field.name): unit.parameters[field.name]._version
+        for unit in units
+        for field in (unit.packed.fields if unit.packed is not None else ())
+    }
+
+
+def check_not_written(units: Sequence[Unit], seen: dict[str, int]) -> None:
     """Refuse to go on where a packed parameter was written: it has no memory that could keep it."""
-    for unit in units:
-        for field in unit.packed.fields if unit.packed is not None else ():
-            if unit.parameters[field.name]._version:
-                raise OutcoreError(
-                    f"{unit.full_name(field.name)} was written in place, but its values are kept "
-                    "in 8 or 4 bit elsewhere: load them with load_state_dict, or call "
-                    "outcore.release(model) first"
-                )
+    for name, version in packed_versions(units).items():
+        if version != seen[name]:
+            raise OutcoreError(
+                f"{name} was written in place, but its values are kept in 8 or 4 bit elsewhere: "
+                "load them with load_state_dict, or call outcore.release(model) first"
+            )
 
 
 def check_room_to_expand(units: Sequence[Unit], ledger: Ledger) -> None:

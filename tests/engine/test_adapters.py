@@ -171,6 +171,6 @@ def test_the_whole_base_never_exists_beside_its_packed_form() -> None:
     )
     grown, books, block, whole = (int(word) for word in ran.stdout.split())
     assert block * 18 < whole
-    adapters = 40_000_000  # their own values before they move in, and their modules
+    adapters = 15_000_000  # their own values before they move in, and their modules
     assert grown < books + 2 * block + adapters, ran.stdout
     assert grown < whole

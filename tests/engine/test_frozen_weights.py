@@ -22,6 +22,7 @@ from outcore.kernels.packed import unpack
 from outcore.kernels.packed_format import FORMATS
 
 formats = pytest.mark.parametrize("format", FORMATS)
+ADAPTER = "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
 MIXED: dict[str, Any] = {
     "weights": ["device", "host", "disk"],
     "activations": ["keep", "recompute", "offload"],
@@ -320,6 +321,8 @@ def test_values_can_be_loaded(format: str, tmp_path: Path) -> None:
     wanted = lora.offloaded(lora.plain_model(seed=7), format)
     with torch.no_grad():
         expected = wanted(**lora.batch()).logits
+        assert torch.equal(model(**lora.batch()).logits, expected)
+        model.get_parameter(ADAPTER).mul_(1)  # a write that is allowed, beside what was loaded
         assert torch.equal(model(**lora.batch()).logits, expected)
     third = lora.offloaded(lora.plain_model(seed=1), format)
     third.load_state_dict(model.state_dict())  # packed values go over as they are
