@@ -75,6 +75,9 @@ class BlockSpec:
     widest_elements_per_token: float  # the widest layer's output: gradients come in this size
     frozen_matrices: tuple[torch.Size, ...] = ()  # those that frozen_weights applies to
 
+    def weight_bytes(self, dtype: str) -> int:
+        return self.numel * BYTES_OF[dtype]
+
     def span_numel(self, dtype: str, frozen_weights: str | None) -> int:
         """Return the elements of the span that moves, with its frozen matrices packed or not."""
         format = packed_format(frozen_weights)
@@ -359,6 +362,7 @@ def _saved_elements(block: nn.Module, text: Any, share: float) -> list[float]:
         for inner in module.modules()
     }
     for parent in block.modules():
+        inputs += _expert_elements(parent, text, share)
         if id(parent) in inside_adapters:
             continue  # its base is seen from outside, as if there were no adapter
         linears = list(_linears(parent))
@@ -371,7 +375,6 @@ def _saved_elements(block: nn.Module, text: Any, share: float) -> list[float]:
             outputs.append(out)
             if hasattr(parent, f"{name[0]}_norm"):  # normed queries beside the raw ones
                 outputs.append(out)
-        inputs += _expert_elements(parent, text, share)
     return [*inputs, *outputs[:-1]] if outputs else inputs
 
 

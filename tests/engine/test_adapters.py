@@ -19,7 +19,16 @@ import transformers as hf
 import outcore
 from outcore.adapters import with_adapters
 from outcore.engine.offload import engine_of
+from outcore.model_spec import model_spec
 
+MIXTRAL = hf.MixtralConfig(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 frozen = pytest.mark.parametrize("frozen_weights", [None, "int8", "int4"])
 
 
@@ -46,15 +55,7 @@ def test_a_checkpoint_with_adapters_is_the_model_that_peft_makes(
 
 
 def test_a_checkpoint_that_transformers_converts_gets_adapters_too(tmp_path: Path) -> None:
-    config = hf.MixtralConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # experts one by one
+    hf.AutoModelForCausalLM.from_config(MIXTRAL).save_pretrained(tmp_path)  # experts one by one
     adapters = lora.lora(target_modules=["q_proj", "v_proj"])
     model = outcore.load(tmp_path, adapters=adapters, device="cpu", frozen_weights="int4")
     packed = [unit.packed for unit in engine_of(model).units if unit.packed is not None]
@@ -86,6 +87,31 @@ def test_a_new_model_with_adapters(frozen_weights: str | None) -> None:
     assert all(torch.equal(again[name].float(), tensor) for name, tensor in state.items())
     losses, _ = lora.trained(model, seeds=[0] * 4)
     assert losses[-1] < losses[0]
+
+
+def test_fused_experts_under_adapters() -> None:
+    """PEFT adds to the stacked weights themselves, inside the block's forward."""
+
+    def trained(**options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model = outcore.from_config(
+            MIXTRAL, adapters=lora.lora(), device="cpu", frozen_weights="int4", **options
+        )
+        packed = next(unit.packed for unit in engine_of(model).units if unit.packed is not None)
+        assert [f.name.split(".")[-1] for f in packed.fields if len(f.shape) == 3] == [
+            "gate_up_proj",
+            "down_proj",
+        ]
+        return lora.trained(model)
+
+    losses, adapters = trained(weights="host")
+    other_losses, other_adapters = trained(weights="device", activations="keep")
+    assert other_losses == losses
+    assert all(torch.equal(other_adapters[name], adapters[name]) for name in adapters)
+    assert any("experts" in name for name in adapters)
+    plain, adapted = (model_spec(MIXTRAL, adapters=a) for a in (None, lora.lora()))
+    kept = plain.blocks[0].kept_elements_per_token
+    assert adapted.blocks[0].kept_elements_per_token == kept
 
 
 def test_adapters_come_as_peft_draws_them() -> None:

@@ -123,6 +123,7 @@ def test_what_adapters_change_in_the_numbers() -> None:
     )
 
 
+@pytest.mark.slow
 def test_72b_over_a_small_device() -> None:
     """In bf16 its base alone, 140 GB, is more than the machine's host memory."""
     plan = outcore.plan(
