@@ -19,10 +19,13 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from outcore.adapters import with_adapters
 from outcore.blocks import Part, end_module, find_parts, runs_as_block
+from outcore.kernels.packed_format import packed_format
 from outcore.model_config import check_layers, read_config
 from outcore.shapes import config_from_dict, shape_config, shape_names
-from outcore.store.spans import SpanLayout
+from outcore.store.packed_spans import is_packable, packed_bytes
+from outcore.store.spans import SpanLayout, aligned_numel
 
 Dtype = Literal["bf16", "fp32"]
 BYTES_OF: dict[str, int] = {"bf16": 2, "fp32": 4}
@@ -71,9 +74,24 @@ class BlockSpec:
     kept_elements_per_token: float  # what autograd saves, without weights and the input
     kept_statistics_per_token: int  # fp32 values beside them: log-sum-exp, norms
     widest_elements_per_token: float  # the widest layer's output: gradients come in this size
+    frozen_matrices: tuple[torch.Size, ...] = ()  # those that frozen_weights applies to
 
     def weight_bytes(self, dtype: str) -> int:
         return self.numel * BYTES_OF[dtype]
+
+    def span_numel(self, dtype: str, frozen_weights: str | None) -> int:
+        """Return the elements of the span that moves, with its frozen matrices packed or not."""
+        format = packed_format(frozen_weights)
+        if format is None:
+            return self.numel
+        packed = packed_bytes(self.frozen_matrices, format) // BYTES_OF[dtype]
+        return self.numel - self.expanded_numel(frozen_weights) + packed
+
+    def expanded_numel(self, frozen_weights: str | None) -> int:
+        """Return the elements that packed matrices take on the device while the block runs."""
+        if frozen_weights is None:
+            return 0
+        return sum(aligned_numel(shape.numel()) for shape in self.frozen_matrices)
 
     @property
     def forward_flops_per_token(self) -> float:
@@ -146,20 +164,31 @@ class ModelSpec:
 
         6 · (block + head parameters) · tokens + 6 · layers · sequences · seq_len² · hidden. Only
         visited experts count, recomputation never does; windows and uneven head sizes are not
-        looked at, so that figures compare.
+        looked at, so that figures compare. Frozen parameters of blocks have no gradient of their
+        own: for their share everything counts at 4 instead of 6.
         """
         tokens = sequences * seq_len
         attention = 6 * len(self.blocks) * sequences * seq_len**2 * self.hidden_size
-        return 6 * self.active_parameters * tokens + float(attention)
+        trained = sum(b.trainable_parameters for b in self.blocks)
+        frozen_share = 1 - trained / sum(b.parameters for b in self.blocks)
+        usual = 6 * self.active_parameters * tokens + float(attention)
+        return usual * (1 - frozen_share / 3)
 
 
-def model_spec(source: str | Path | PretrainedConfig | Mapping[str, Any]) -> ModelSpec:
-    """Return the spec of a shape name, a Hugging Face directory, a config, or its plain values."""
+def model_spec(
+    source: str | Path | PretrainedConfig | Mapping[str, Any], *, adapters: Any = None
+) -> ModelSpec:
+    """Return the spec of a shape name, a Hugging Face directory, a config, or its plain values.
+
+    adapters: a ``peft.LoraConfig``, for the model with these over a frozen base.
+    """
     config, name = _config_of(source)
     check_layers(config)
     with torch.device("meta"), _without_init():
         model = auto_class(config).from_config(copy.deepcopy(config))
     model.tie_weights()  # part of the initialization that was left out
+    if adapters is not None:
+        model = with_adapters(model, adapters)
     return spec_of_model(model, name=name)
 
 
@@ -283,6 +312,9 @@ def _block_spec(part: Part, text: Any, index: int) -> BlockSpec:
         kept_elements_per_token=sum(saved),
         kept_statistics_per_token=num_heads + num_norms,
         widest_elements_per_token=max([hidden, *saved]),
+        frozen_matrices=tuple(
+            p.shape for name, p in part.parameters.items() if is_packable(name, p)
+        ),
     )
 
 
@@ -326,7 +358,16 @@ def _saved_elements(block: nn.Module, text: Any, share: float) -> list[float]:
     """
     inputs: list[float] = []
     outputs: list[float] = []
+    inside_adapters = {
+        id(inner)
+        for module in block.modules()
+        if hasattr(module, "base_layer")
+        for inner in module.modules()
+    }
     for parent in block.modules():
+        inputs += _expert_elements(parent, text, share)
+        if id(parent) in inside_adapters:
+            continue  # its base is seen from outside, as if there were no adapter
         linears = list(_linears(parent))
         widths = [width for _, width, _ in linears]
         for position, (name, width, out) in enumerate(linears):
@@ -337,13 +378,13 @@ def _saved_elements(block: nn.Module, text: Any, share: float) -> list[float]:
             outputs.append(out)
             if hasattr(parent, f"{name[0]}_norm"):  # normed queries beside the raw ones
                 outputs.append(out)
-        inputs += _expert_elements(parent, text, share)
     return [*inputs, *outputs[:-1]] if outputs else inputs
 
 
 def _linears(parent: nn.Module) -> Iterator[tuple[str, int, int]]:
     """Yield (name, in, out) of the parent's own matrix products."""
-    for name, child in parent.named_children():
+    for name, wrapped in parent.named_children():
+        child = getattr(wrapped, "base_layer", wrapped)  # LoRA's own products are narrow
         weight = getattr(child, "weight", None)
         if next(child.children(), None) is None and weight is not None and weight.dim() == 2:
             if hasattr(child, "in_features"):

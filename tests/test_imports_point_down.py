@@ -32,7 +32,7 @@ FLOORS = (
     ("stream",),
     ("store",),
     ("kernels",),
-    ("blocks", "shapes"),
+    ("blocks", "shapes", "adapters"),
     ("store.memory_limits", "memory_limits"),
     ("data",),
     ("units", "timeline"),

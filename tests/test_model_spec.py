@@ -138,12 +138,13 @@ def test_the_spec_is_what_the_engine_streams() -> None:
     from outcore.engine.placement import build_units
     from outcore.optim.updates import chunks_of
     from outcore.planning.placement import Units
+    from outcore.planning.plan import Job
 
     checked, _ = resolve_options(None, device="cpu")
     for name in TESTED:
         model = BY_NAME[name].make()
         built = build_units(model, checked)
-        units = Units(spec_of_model(model))
+        units = Units(spec_of_model(model), Job(tokens=8, seq_len=8))
         counted = units.units
         assert [u.layout.numel for u in built] == [u.numel for u in counted], name
         assert [u.layout.trainable_numel for u in built] == [u.trainable_numel for u in counted]

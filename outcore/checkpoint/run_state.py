@@ -109,9 +109,12 @@ def _files(model: nn.Module, optimizer: AdamW, *, with_frozen: bool) -> Iterator
     for unit in engine_of(model).units:
         tensors: Named = []
         trainable = {field.name for field in unit.layout.trainable}
+        if unit.packed is not None and with_frozen:
+            # As it is: packing what was expanded may round once more.
+            tensors.append((f"{unit.name}.packed.{_WEIGHT}", unit.packed_span(unit.home)))
         for name, parameter in unit.parameters.items():
-            if name not in trainable and not with_frozen:
-                continue
+            if parameter.is_meta or (name not in trainable and not with_frozen):
+                continue  # in the packed span, or left out
             full = unit.full_name(name)
             tensors.append((f"{full}.{_WEIGHT}", parameter.detach()))
             entry = optimizer.state.get(parameter, {})

@@ -32,6 +32,13 @@ class StateFormat(str, Enum):
     minimal = "minimal"
 
 
+class FrozenWeights(str, Enum):
+    """How frozen matrices are stored."""
+
+    int8 = "int8"
+    int4 = "int4"
+
+
 class Objective(str, Enum):
     """What the plan is best at."""
 
@@ -80,6 +87,21 @@ def plan_command(
             "(about 5) or minimal (about 4). It is never changed for you."
         ),
     ] = StateFormat.fp32,
+    lora: Annotated[
+        int | None,
+        typer.Option(
+            metavar="RANK",
+            min=1,
+            help="Train LoRA adapters of this rank on all linear layers; the base is frozen.",
+        ),
+    ] = None,
+    frozen_weights: Annotated[
+        FrozenWeights | None,
+        typer.Option(
+            help="With --lora: the base's matrices in 8 or 4 bit, expanded on the device. "
+            "This changes numbers; unset, they stay as they are."
+        ),
+    ] = None,
     objective: Annotated[
         Objective, typer.Option(help="The fastest plan, or the one that needs the least memory.")
     ] = Objective.speed,
@@ -136,22 +158,30 @@ def plan_command(
         outcore plan qwen2.5-32b --machine h200-pcie5 --state compact --disk /scratch:500GiB
 
         outcore plan llama-3.1-8b --machine rtx-4090 --compare --train-tokens 1e9
+
+        outcore plan qwen2.5-72b --machine rtx-4090 --lora 16 --frozen-weights int4
     """
     console = console_for(json_file)
     check_file(json_file if json_file != "-" else None, "--json")
     check_file(html_file, "--html")
     check_compare(compare, train_tokens, price_per_hour, gpus)
+    if frozen_weights is not None and lora is None:
+        raise typer.BadParameter(
+            "needs --lora RANK: a model that is trained whole has no frozen weights",
+            param_hint="--frozen-weights",
+        )
     job = make_job(
         tokens=tokens,
         seq_len=seq_len,
         clips=not no_clipping,
         state_format=state.value,
+        frozen_weights=None if frozen_weights is None else frozen_weights.value,
         micro_batch=micro_batch,
         objective=objective.value,
         budgets=budgets(device_memory, host_memory, disk, machine),
     )
     with console.status("planning" if machine != HERE else "measuring this machine and planning"):
-        spec = _find_model(model)
+        spec = _find_model(model, lora)
         chosen = _find_machine(machine)
         job = replace(job, dtype=planning.default_dtype(chosen, job.state_format))
         plan = _make_plan(spec, chosen, job)
@@ -163,8 +193,10 @@ def plan_command(
     _write_files(plan, chosen, smaller, comparison, json_file, html_file, console)
 
 
-def _find_model(source: str) -> ModelSpec:
+def _find_model(source: str, lora_rank: int | None) -> ModelSpec:
     try:
+        if lora_rank is not None:
+            return planning.lora_spec(source, lora_rank)
         return planning.model_spec(source)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(_line(error), param_hint="MODEL") from None

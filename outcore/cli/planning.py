@@ -21,6 +21,18 @@ def model_spec(source: str) -> ModelSpec:
     return model_spec.model_spec(source)
 
 
+def lora_spec(source: str, rank: int) -> ModelSpec:
+    """Return the same with LoRA adapters of this rank on every linear layer of the blocks."""
+    from outcore import model_spec
+
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        raise ValueError("--lora needs the package peft: pip install peft") from None
+    adapters = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return model_spec.model_spec(source, adapters=adapters)
+
+
 def machine_named(name: str) -> Machine:
     """Return a machine of the catalogue, or this one, measured, for "here"."""
     from outcore import machine

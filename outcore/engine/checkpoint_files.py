@@ -8,7 +8,6 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from outcore.blocks import Part
 from outcore.engine.safetensors_header import num_elements, read_header
 from outcore.errors import StoreError
 
@@ -33,13 +32,9 @@ class CheckpointFiles:
                 return False
         return True
 
-    def values(self, part: Part) -> dict[str, Tensor]:
-        """Read the tensors of one part."""
-        return {name: self.tensor(_full_name(part, name)) for name in part.parameters}
-
-    def is_wider_than_bf16(self, part: Part) -> bool:
-        """Whether bf16 would round away some of what is stored for the part."""
-        return any(self._dtype(_full_name(part, name)) != "BF16" for name in part.parameters)
+    def is_wider_than_bf16(self, name: str) -> bool:
+        """Whether bf16 would round away some of what is stored under the name."""
+        return self._dtype(name) != "BF16"
 
     def load_buffers(self, model: nn.Module) -> None:
         for name, buffer in model.named_buffers():
@@ -109,7 +104,3 @@ class CheckpointFiles:
                 return list(file.keys())
         except (OSError, SafetensorError) as error:
             raise StoreError(f"{path}: not a safetensors file: {error}") from error
-
-
-def _full_name(part: Part, name: str) -> str:
-    return f"{part.name}.{name}" if part.name else name

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outcore.adapters import with_adapters
 from outcore.blocks import Part
 from outcore.engine.checkpoint_files import CheckpointFiles
 from outcore.engine.converted import check_size, converted
 from outcore.engine.offload import offload, offload_from, resolve_options
+from outcore.engine.offloaded import Engine
 from outcore.engine.options import OffloadOptions
 from outcore.errors import UnsupportedModel
 from outcore.model_config import read_config
@@ -24,24 +26,37 @@ from outcore.model_directory import model_directory
 from outcore.model_spec import auto_class as auto_class_of
 
 
-def from_config(config: Any, *, auto_class: Any = None, **options: Any) -> Any:
+def from_config(
+    config: Any, *, auto_class: Any = None, adapters: Any = None, **options: Any
+) -> Any:
     """Return a new, randomly initialised model of ``config``, offloaded with ``options``.
 
     Weights are drawn by the model's own initialisation, on the compute device, from torch's
     generator there: seed it with ``torch.manual_seed``.
+    adapters: a ``peft.LoraConfig``; the model is then PEFT's, with a frozen base. With
+    ``frozen_weights`` and no adapters the whole model is frozen.
     """
-    checked, plan = resolve_options(config, **options)
-    model = _on_meta(config, auto_class)
-    model = offload_from(model, checked, source=_Initialised(model, checked), plan=plan)
-    _fill_meta_buffers(model, checked.device)
-    _initialise_containers(model)
+    if adapters is None:
+        checked, plan = resolve_options(config, **options)
+        base = _on_meta(config, auto_class)
+        model = _frozen_if_packed(base, options)
+    else:
+        base = _on_meta(config, auto_class)
+        model = with_adapters(base, adapters)
+        checked, plan = resolve_options(model, **options)
+    model = offload_from(model, checked, source=_Initialised(base, checked), plan=plan)
+    _fill_meta_buffers(base, checked.device)
+    _initialise_containers(base, model._outcore_engine)
     return model
 
 
-def load(directory: str | Path, *, auto_class: Any = None, **options: Any) -> Any:
+def load(
+    directory: str | Path, *, auto_class: Any = None, adapters: Any = None, **options: Any
+) -> Any:
     """Return the model of a Hugging Face directory or Hub id, offloaded with ``options``.
 
     safetensors files only; no pickle is read and no code from the directory is run.
+    adapters: as for ``from_config``.
     """
     from transformers import GenerationConfig
 
@@ -59,19 +74,50 @@ def load(directory: str | Path, *, auto_class: Any = None, **options: Any) -> An
             "fp32, bf16, fp16 and fp64 weights can be loaded. Dequantize it and save it first."
         )
     files = CheckpointFiles(path)
-    checked, plan = resolve_options(path, **options)
-    model = _on_meta(config, auto_class)
-    if not files.holds_all(model):
+    resolved = None if adapters is not None else resolve_options(path, **options)
+    base = _on_meta(config, auto_class)
+    if not files.holds_all(base):
         # Names or shapes differ (fused experts, an old layout): transformers converts them.
-        check_size(model, files.num_elements, path)
-        return offload(converted(auto_class or auto_class_of(config), path), **options)
-    model = offload_from(model, checked, source=files, plan=plan)
-    _fill_meta_buffers(model, checked.device)
-    files.load_buffers(model)
+        check_size(base, files.num_elements, path)
+        base = converted(auto_class or auto_class_of(config), path)
+        model = _frozen_if_packed(base, options)
+        if adapters is not None:
+            model = with_adapters(base, adapters)
+        return offload(model, **options)
+    stored = _Stored(files, base)
+    model = _frozen_if_packed(base, options)
+    if adapters is not None:
+        model = with_adapters(base, adapters)
+    checked, plan = resolved or resolve_options(model, **options)
+    model = offload_from(model, checked, source=stored, plan=plan)
+    _fill_meta_buffers(base, checked.device)
+    files.load_buffers(base)
     if (path / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
+        base.generation_config = GenerationConfig.from_pretrained(path)
     model.eval()
     return model
+
+
+def _frozen_if_packed(base: Any, options: dict[str, Any]) -> Any:
+    """Freeze a model whose frozen weights are to be packed: nobody else can, before it is there."""
+    return base if options.get("frozen_weights") is None else base.requires_grad_(False)
+
+
+class _Stored:
+    """Reads each part's values from files, by the names that parameters had before adapters."""
+
+    def __init__(self, files: CheckpointFiles, base: nn.Module) -> None:
+        self._files = files
+        self._names = {id(parameter): name for name, parameter in base.named_parameters()}
+
+    def is_wider_than_bf16(self, part: Part) -> bool:
+        return any(self._files.is_wider_than_bf16(name) for name in self._stored(part).values())
+
+    def values(self, part: Part) -> dict[str, Tensor]:
+        return {name: self._files.tensor(stored) for name, stored in self._stored(part).items()}
+
+    def _stored(self, part: Part) -> dict[str, str]:
+        return {name: self._names[id(p)] for name, p in part.parameters.items() if p.is_meta}
 
 
 def _on_meta(config: Any, auto_class: Any) -> Any:
@@ -91,13 +137,27 @@ class _Initialised:
         return False  # a random draw loses nothing by being rounded
 
     def values(self, part: Part) -> dict[str, Tensor]:
-        part.module.to_empty(device=self._device, recurse=part.is_block)
-        for module in _children_first(part.module) if part.is_block else (part.module,):
-            _initialise(self._model, module)
+        modules = list(_children_first(part.module)) if part.is_block else [part.module]
+        for module in modules:
+            own = list(module.parameters(recurse=False))
+            _make_room(module, self._device)
+            if not own or any(parameter.is_meta for parameter in own):  # else it has its values
+                _initialise(self._model, module)
         return {
             name: parameter.detach()
             for name, parameter in part.module.named_parameters(recurse=part.is_block)
         }
+
+
+def _make_room(module: nn.Module, device: torch.device) -> None:
+    """Give the module's own tensors that are on meta memory on ``device``."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and parameter.is_meta:
+            empty = torch.empty_like(parameter, device=device)
+            module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
@@ -107,9 +167,8 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _initialise_containers(model: Any) -> None:
+def _initialise_containers(model: Any, engine: Engine) -> None:
     """Apply the rules of modules that own no parameter but set those of others (T5's head)."""
-    engine = model._outcore_engine
     inside = {id(m) for u in engine.units if u.part.is_block for m in u.part.module.modules()}
     for module in _children_first(model):
         if id(module) not in inside and next(module.children(), None) is not None:

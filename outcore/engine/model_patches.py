@@ -20,6 +20,7 @@ from outcore.blocks import end_module
 from outcore.engine.block_function import BlockCall, BlockFunction, run_without_graph
 from outcore.engine.deferred_logits import deferred_logits
 from outcore.engine.offloaded import Engine
+from outcore.engine.packed_parameters import hook_packed_parameters
 from outcore.engine.streamed_block import BlockServices, StreamedBlock
 from outcore.engine.token_ranges import TokenRanges
 from outcore.errors import OutcoreError
@@ -32,6 +33,7 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
     services = BlockServices(
         device=engine.device,
         slots=engine.slots,
+        expansion=engine.expansion,
         backend=engine.backend,
         policy=engine.policy,
         host_inputs=engine.host_inputs,
@@ -67,6 +69,7 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
         _replace(engine, head, "forward", forward)
     _check_tokens(model, engine, head)
     _patch_methods(model, engine)
+    engine.undo_patches += hook_packed_parameters(engine.units, engine.device)
 
 
 def _block_forward(engine: Engine, block: StreamedBlock, *args: Any, **kwargs: Any) -> Any:

@@ -29,6 +29,7 @@ from outcore.engine.options import (
     plan_here,
     planned,
 )
+from outcore.engine.packed_parameters import check_room_to_expand, expand_parameters
 from outcore.engine.placement import (
     Source,
     build_units,
@@ -41,6 +42,7 @@ from outcore.errors import OutcoreError
 from outcore.planning.plan import Plan
 from outcore.store.ledger import Ledger
 from outcore.store.memory_limits import available_host_bytes
+from outcore.stream.expansion import Expansion
 from outcore.stream.lanes import Lane
 from outcore.stream.slots import Slots
 from outcore.units import format_bytes
@@ -65,6 +67,7 @@ def offload(
     dtype: torch.dtype | None = None,
     gradient_dtype: torch.dtype | None = None,
     state_format: str = "fp32",
+    frozen_weights: str | None = None,
     num_slots: int = 3,
     num_visits: int | None = None,
     compile: bool | None = None,
@@ -91,6 +94,9 @@ def offload(
     state_format: "fp32" is exact, 12 bytes a parameter with its bf16 weight; "compact" (8-bit
         moments, 24-bit master) takes 5, "minimal" (8-bit moments, bf16 weights) 4; both round
         stochastically and need dtype=torch.bfloat16.
+    frozen_weights: "int8" or "int4" keeps the frozen matrices of blocks (a base under LoRA
+        adapters) in that form in their homes, and expands them on the device; this changes numbers
+        (docs/quantized-base.md). None leaves every weight as it is.
     num_slots: device buffers that streamed weights pass through.
     num_visits: device buffers for optimizer state that is updated on the device; None: as fits.
     compile: torch.compile the blocks and the loss; None: on a GPU.
@@ -118,6 +124,7 @@ def offload(
         dtype=dtype,
         gradient_dtype=gradient_dtype,
         state_format=state_format,
+        frozen_weights=frozen_weights,
         num_slots=num_slots,
         num_visits=num_visits,
         compile=compile,
@@ -201,6 +208,9 @@ def offload_from(
             copy_in=copy_in,
             ledger=device_ledger,
         )
+        expansion = Expansion(
+            units, device=options.device, dtype=options.dtype, ledger=device_ledger
+        )
         head = output_head(model)
         replaced = place_units(
             units,
@@ -224,6 +234,7 @@ def offload_from(
         host_ledger=host_ledger,
         device_ledger=device_ledger,
         slots=slots,
+        expansion=expansion,
         copy_in=copy_in,
         disk=disk,
         plan=plan,
@@ -249,13 +260,16 @@ def release(model: nn.Module) -> None:
     """Make an offloaded model an ordinary one again, end its threads and free its state.
 
     Parameters keep their values and stay where they are (block weights in host memory): move the
-    model with ``.to(device)`` to use it, or offload it anew.
+    model with ``.to(device)`` to use it, or offload it anew. Frozen weights in 8 or 4 bit are
+    expanded beside them, if there is room.
     """
     engine = engine_of(model)
+    check_room_to_expand(engine.units, engine.host_ledger)
     try:
         engine.synchronize()
     finally:  # a failed update is told, and holds on to nothing
         unpatch_model(engine)
+        retie(model, expand_parameters(engine.units))
         engine.close()
         _lift_device_limit(engine.device)
         del engine

@@ -15,10 +15,12 @@ from outcore.engine.activations import ActivationPolicy
 from outcore.engine.disk_tier import DiskTier
 from outcore.engine.host_inputs import HostInputs
 from outcore.engine.options import OffloadOptions
+from outcore.engine.packed_parameters import check_not_written, packed_versions
 from outcore.engine.token_ranges import TokenRanges
 from outcore.optim.backend import DEVICE_STATE, OptimizerBackend, OptimizerPlacement
 from outcore.planning.plan import Plan
 from outcore.store.ledger import Ledger, TierReport, tier_report
+from outcore.stream.expansion import Expansion
 from outcore.stream.lanes import Lane
 from outcore.stream.slots import Slots
 from outcore.stream.unit import Unit
@@ -38,6 +40,7 @@ class Engine:
         host_ledger: Ledger,
         device_ledger: Ledger,
         slots: Slots,
+        expansion: Expansion,
         copy_in: Lane,
         disk: DiskTier | None,
         plan: Plan | None,
@@ -47,9 +50,11 @@ class Engine:
         self.host_ledger = host_ledger
         self.device_ledger = device_ledger
         self.slots = slots
+        self.expansion = expansion
         self.disk = disk
         self.plan = plan
         self._written = self._versions()  # of the parameters, as last seen
+        self._packed_written = packed_versions(units)
         self.called_edges: set[int] = set()  # units that a module's call has waited for
         self.defers_logits = False
         self.always_defers_logits = False  # also without gradients and labels
@@ -143,6 +148,7 @@ class Engine:
         versions = self._versions()
         changed = [u for u in self.units if self._written.get(u.index) != versions[u.index]]
         if changed:
+            check_not_written(changed, self._packed_written)
             self.synchronize()
             self.weights_replaced(changed)
         self._written = versions
@@ -159,6 +165,7 @@ class Engine:
                 state.weight.copy_(unit.device_weight[: state.weight.numel()])
         self.backend.state_replaced(units)
         self._written = self._versions()
+        self._packed_written = packed_versions(self.units)
 
     def _versions(self) -> dict[int, int]:
         return {u.index: sum(p._version for p in u.parameters.values()) for u in self.units}

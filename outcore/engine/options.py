@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from outcore.kernels.packed_format import PackedFormat, packed_format
 from outcore.machine import here
 from outcore.optim.state_format import StateFormat
 from outcore.optim.state_format import state_format as make_state_format
@@ -41,6 +42,7 @@ class OffloadOptions:
     dtype: torch.dtype
     gradient_dtype: torch.dtype
     state_format: StateFormat
+    frozen_weights: PackedFormat | None
     num_slots: int
     num_visits: int | None
     is_compiled: bool
@@ -62,6 +64,7 @@ PLANNED = (
     "weights",
     "state",
     "state_format",
+    "frozen_weights",
     "activations",
     "micro_batch",
     "num_slots",
@@ -87,6 +90,7 @@ def plan_here(subject: Any, options: dict[str, Any], tokens: int, seq_len: int) 
         disk=options["disk"],
         dtype="bf16" if dtype == torch.bfloat16 else "fp32",
         state_format=options["state_format"],
+        frozen_weights=options["frozen_weights"],
         micro_batch=options["micro_batch"],
     )
 
@@ -112,7 +116,8 @@ def planned(plan: Plan, options: dict[str, Any], defaults: dict[str, Any]) -> di
     """Return the arguments of ``offload`` that carry out ``plan``, over ``options``."""
     for name in PLANNED:
         is_plans = name == "micro_batch" and options[name] == plan.job.micro_batch
-        is_plans = is_plans or (name == "state_format" and options[name] == plan.job.state_format)
+        if name in ("state_format", "frozen_weights"):
+            is_plans = options[name] == getattr(plan.job, name)
         if options[name] != defaults[name] and not is_plans:
             raise ValueError(f"{name} is the plan's to decide: leave it out, or make another plan")
     budgets = plan.job.budgets
@@ -123,6 +128,7 @@ def planned(plan: Plan, options: dict[str, Any], defaults: dict[str, Any]) -> di
         **options,
         "dtype": dtype,
         "state_format": plan.job.state_format,
+        "frozen_weights": plan.job.frozen_weights,
         "device_memory": options["device_memory"] or budgets.device_bytes,
         "host_memory": options["host_memory"] or budgets.host_bytes,
         "disk": options["disk"] or _disk_text(budgets),
@@ -156,6 +162,7 @@ def check_options(
     dtype: torch.dtype | None,
     gradient_dtype: torch.dtype | None,
     state_format: str,
+    frozen_weights: str | None,
     num_slots: int,
     num_visits: int | None,
     compile: bool | None,
@@ -199,6 +206,7 @@ def check_options(
         dtype=dtype,
         gradient_dtype=gradient_dtype,
         state_format=make_state_format(state_format, dtype),
+        frozen_weights=packed_format(frozen_weights),
         num_slots=num_slots,
         num_visits=num_visits,
         is_compiled=chosen.type == "cuda" if compile is None else compile,

@@ -12,13 +12,16 @@ from torch import Tensor, nn
 
 from outcore.blocks import Part, end_module, find_parts, runs_as_block
 from outcore.engine.options import OffloadOptions
+from outcore.engine.packed_parameters import Replaced, replace_parameter
 from outcore.errors import UnsupportedModel
 from outcore.kernels import split_master24, split_master_
+from outcore.kernels.packed_format import PackedFormat, check_range
 from outcore.optim.backend import MakeDisk
 from outcore.optim.disk_updater import num_weight_buffers
 from outcore.optim.updates import MAX_PIECE_ELEMENTS
 from outcore.store.host_arena import HostArena, aligned_bytes
 from outcore.store.ledger import Ledger
+from outcore.store.packed_spans import PackedLayout, is_packable
 from outcore.store.spans import SpanLayout
 from outcore.stream.disk_tensors import DiskShape
 from outcore.stream.unit import Unit
@@ -32,7 +35,6 @@ class Source(Protocol):
     def is_wider_than_bf16(self, part: Part) -> bool: ...
 
 
-Replaced = dict[int, tuple[nn.Parameter, nn.Parameter]]  # by id: a meta parameter and the real one
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -48,12 +50,14 @@ def build_units(model: nn.Module, options: OffloadOptions) -> list[Unit]:
                     f"parameter {part.name}.{name} is {parameter.dtype}: only fp32, bf16, fp16 and "
                     "fp64 weights can be offloaded. Load the model unquantized."
                 )
+        plain, packed = _split(part, options.frozen_weights)
         units.append(
             Unit(
                 index=len(units),
                 part=part,
                 arrives_whole=part.is_block or runs_as_block(part, ends),
-                layout=SpanLayout.of(part.parameters),
+                layout=SpanLayout.of(plain),
+                packed=packed,
                 dtype=options.dtype,
                 first_element=first_element,
                 is_urgent=not any(unit.part.is_block for unit in units),
@@ -63,12 +67,28 @@ def build_units(model: nn.Module, options: OffloadOptions) -> list[Unit]:
         )
         first_element += units[-1].layout.trainable_numel
     blocks = [unit for unit in units if unit.part.is_block]
+    if options.frozen_weights is not None and all(unit.packed is None for unit in units):
+        raise ValueError(
+            f'frozen_weights="{options.frozen_weights.name}", but no block has a frozen matrix: '
+            "add adapters or freeze the base (requires_grad_(False)) first"
+        )
     homes = (options.for_blocks(name, len(blocks)) for name in ("weights", "state"))
     for unit, weights, state in zip(blocks, *homes, strict=True):
         unit.weights_home, unit.state_home = weights, state
     if options.activations != "auto":
         options.for_blocks("activations", len(blocks))  # refuses a list of another length
     return units
+
+
+def _split(
+    part: Part, format: PackedFormat | None
+) -> tuple[dict[str, nn.Parameter], PackedLayout | None]:
+    """Return the part's plain parameters, and the layout of those that are packed."""
+    if format is None or not part.is_block:
+        return part.parameters, None
+    packed = {name: p for name, p in part.parameters.items() if is_packable(name, p)}
+    plain = {name: p for name, p in part.parameters.items() if name not in packed}
+    return plain, PackedLayout.of(packed, format) if packed else None
 
 
 def place_units(
@@ -85,6 +105,8 @@ def place_units(
     ``source`` gives the tensors of a part whose parameters are on the meta device; such parameters
     are replaced, and returned beside what replaced them.
     """
+    if source is None:
+        _check_packable_values(units)
     streamed = [u for u in units if u.weights_home == "host"]
     on_disk = [u for u in units if u.weights_home == "disk"]
     remainder = options.state_format.remainder
@@ -93,12 +115,12 @@ def place_units(
     resident = [u for u in units if u.weights_home == "device"]
     device_ledger.take(
         "resident weights",
-        sum(u.layout.numel * u.dtype.itemsize for u in resident),
+        sum(u.span_numel * u.dtype.itemsize for u in resident),
         remedy='Use weights="host", or a larger device_memory.',
     )
     arena = remainders = None
     if streamed:
-        total = sum(aligned_bytes(u.layout.numel, u.dtype) for u in streamed)
+        total = sum(aligned_bytes(u.span_numel, u.dtype) for u in streamed)
         arena = HostArena(total, purpose="weights", ledger=host_ledger, pin=pin)
     if remainder is not None and with_remainder:
         total = sum(
@@ -108,10 +130,10 @@ def place_units(
     for unit in units:
         if unit in streamed:
             assert arena is not None
-            unit.host_weight = arena.span(unit.layout.numel, unit.dtype)
+            unit.host_weight = arena.span(unit.span_numel, unit.dtype)
         elif unit.weights_home == "device":
             unit.device_weight = torch.zeros(
-                unit.layout.numel, dtype=unit.dtype, device=options.device
+                unit.span_numel, dtype=unit.dtype, device=options.device
             )
         if unit in with_remainder:
             assert remainder is not None
@@ -121,7 +143,7 @@ def place_units(
         assert make_disk is not None
         shapes = [
             DiskShape(
-                numel=u.layout.numel, dtype=u.dtype, piece_numel=u.piece_numel(MAX_PIECE_ELEMENTS)
+                numel=u.span_numel, dtype=u.dtype, piece_numel=u.piece_numel(MAX_PIECE_ELEMENTS)
             )
             for u in on_disk
         ]
@@ -130,24 +152,39 @@ def place_units(
             unit.disk_weight, unit.host_weight = tensor, tensor.mapped
     replaced: Replaced = {}
     for unit in units:
-        _move_in(unit, source.values(unit.part) if source is not None else None, replaced)
+        loaded = source.values(unit.part) if source is not None else {}
+        _move_in(unit, loaded, replaced, options.device)
     return replaced
+
+
+def _check_packable_values(units: list[Unit]) -> None:
+    """Refuse values that cannot be packed while the model is still whole."""
+    for unit in units:
+        for field in unit.packed.fields if unit.packed is not None else ():
+            try:
+                check_range(unit.parameters[field.name])
+            except ValueError as error:
+                raise ValueError(f"{unit.full_name(field.name)}: {error}") from None
 
 
 def _needs_remainder(unit: Unit, source: Source | None) -> bool:
     """Whether bf16 would round away some of the weights that the model comes with."""
     if unit.dtype != torch.bfloat16 or unit.layout.trainable_numel == 0:
         return False
-    if source is not None:
-        return source.is_wider_than_bf16(unit.part)
     trainable = [unit.parameters[f.name] for f in unit.layout.trainable]
+    if source is not None and any(p.is_meta for p in trainable):
+        return source.is_wider_than_bf16(unit.part)
     return any(p.dtype != torch.bfloat16 for p in trainable)
 
 
-def _move_in(unit: Unit, loaded: dict[str, Tensor] | None, replaced: Replaced) -> None:
-    """Copy the unit's weights into its home and let its parameters point there."""
-    home = unit.host_weight if unit.host_weight is not None else unit.device_weight
-    assert home is not None
+def _move_in(
+    unit: Unit, loaded: dict[str, Tensor], replaced: Replaced, device: torch.device
+) -> None:
+    """Copy the unit's weights into its home and let its parameters point there.
+
+    ``loaded`` has the values of parameters that are on meta. Matrices are packed on ``device``.
+    """
+    home = unit.home
     views = unit.layout.separate(home)
     # On the way to disk values pass through memory: written to the mapped view, they would pass
     # through the page cache and then have to be read again.
@@ -155,12 +192,7 @@ def _move_in(unit: Unit, loaded: dict[str, Tensor] | None, replaced: Replaced) -
     places = unit.layout.separate(passing)
     for field in unit.layout.fields:
         parameter = unit.parameters[field.name]
-        values = loaded[field.name] if loaded is not None else parameter.data
-        if values.shape != field.shape:
-            raise ValueError(
-                f"{unit.full_name(field.name)} has shape {tuple(values.shape)} in the checkpoint "
-                f"and {tuple(field.shape)} in the model"
-            )
+        values = _values(unit, field.name, loaded)
         place = places[field.name]
         if unit.remainder is not None and field.trainable:
             master = values.float().reshape(-1).contiguous().to(place.device)
@@ -184,17 +216,29 @@ def _move_in(unit: Unit, loaded: dict[str, Tensor] | None, replaced: Replaced) -
         if not parameter.is_meta:
             parameter.data = view  # the object stays: whoever holds it sees the new home
             continue
-        owner, leaf = _owner(unit.part.module, field.name)
-        real = nn.Parameter(view, requires_grad=parameter.requires_grad)
-        owner._parameters[leaf] = unit.parameters[field.name] = real
-        replaced[id(parameter)] = parameter, real
+        replace_parameter(unit, field.name, view, replaced)
+    if unit.packed is not None:
+        span = unit.packed_span(passing)
+        for packed in unit.packed.fields:
+            values = _values(unit, packed.name, loaded)
+            unit.packed.store(span, packed, values, device)
+            del values
+            loaded.pop(packed.name, None)
+            empty = torch.empty(packed.shape, dtype=unit.dtype, device="meta")
+            replace_parameter(unit, packed.name, empty, replaced)
     if unit.disk_weight is not None:
         unit.disk_weight.write(passing)
 
 
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return module.get_submodule(path), leaf
+def _values(unit: Unit, name: str, loaded: dict[str, Tensor]) -> Tensor:
+    parameter = unit.parameters[name]
+    values = loaded[name] if parameter.is_meta else parameter.data
+    if values.shape != parameter.shape:
+        raise ValueError(
+            f"{unit.full_name(name)} has shape {tuple(values.shape)} in the checkpoint and "
+            f"{tuple(parameter.shape)} in the model"
+        )
+    return values
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -19,6 +19,7 @@ from outcore.errors import OutcoreError
 from outcore.optim.backend import OptimizerBackend
 from outcore.optim.gradients import Accumulator
 from outcore.store.ledger import Hold, Ledger
+from outcore.stream.expansion import Expansion
 from outcore.stream.recording import compute_stream, recorded
 from outcore.stream.slots import Slots
 from outcore.stream.unit import Unit
@@ -30,6 +31,7 @@ class BlockServices:
 
     device: torch.device
     slots: Slots
+    expansion: Expansion
     backend: OptimizerBackend
     policy: ActivationPolicy
     host_inputs: HostInputs
@@ -65,9 +67,10 @@ class StreamedBlock:
         self._flat = flat
         try:
             # No views to autograd: models may write into tensors made from frozen weights.
-            views = self.unit.layout.over(flat)
             trainable = {f.name for f in self.unit.layout.trainable}
             with recorded("compute", f"{phase} {self.unit.name}", compute_stream(self.device)):
+                expanded = self._services.expansion.expand(self.unit, flat)
+                views = {**self.unit.layout.over(flat), **expanded}
                 yield {
                     f"block.{name}": view.requires_grad_(name in trainable)
                     for name, view in views.items()
@@ -128,7 +131,10 @@ class StreamedBlock:
                 yield
             return
         assert self._flat is not None
-        count = SavedBytes([self._flat, *inputs]) if measure else None
+        # Saved views of expanded weights take no memory of their own, and need not be found anew:
+        # the backward expands the block's weights to where they were.
+        ignored = [self._flat, self._services.expansion.memory, *inputs]
+        count = SavedBytes(ignored) if measure else None
         with activations.saving(
             slot=self._flat, slot_now=self._weights_now, rebind=keep, count=count
         ):

@@ -44,7 +44,10 @@ class ChoiceTable:
         self._clips = job.clips
         self._input_bytes = tuple(input_bytes(block, job) for block in spec.blocks)
         self._sizes = StateBytes.of(job)
-        weights = [float(b.numel * self._sizes.weight) for b in spec.blocks]
+        weights = [
+            float(b.span_numel(job.dtype, job.frozen_weights) * self._sizes.weight)
+            for b in spec.blocks
+        ]
         self._weights = _sums(weights)
         self._largest_after = np.maximum.accumulate([0.0, *reversed(weights)])[::-1]
         self._trained = _sums([b.trainable_numel for b in spec.blocks])
@@ -89,6 +92,7 @@ class ChoiceTable:
             device.get("resident weights", 0)
             - self._weights[-1]
             + device.get("gradient buffers", 0)
+            + device.get("expanded weights", 0)
             + device["working memory"]
             + device.get("block inputs", 0)
             - self._inputs[-1]

@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from outcore.kernels.packed_format import FORMATS
 from outcore.machine.machine import Machine
 from outcore.model_spec import BYTES_OF, BlockSpec, ModelSpec
 from outcore.planning.plan import Job
 from outcore.planning.state_bytes import StateBytes
+from outcore.store.packed_spans import packed_bytes
 
 MATMUL_EFFICIENCY = 1.0  # of sustained products, beside reading the weights
 ATTENTION_HALF_TOKENS = 1050  # sequences of this length get half of attention's rate
@@ -58,6 +60,7 @@ class Costs:
                 b.forward_flops_per_token,
                 b.attention_flops(job.seq_len),
                 b.kept_bytes_per_token(job.dtype),
+                self._expanding_bytes(b),
             )
             for b in spec.blocks
         )
@@ -69,6 +72,7 @@ class Costs:
         flops_per_token: float,
         attention_flops: float,
         kept_bytes: float,
+        expanding_bytes: float,
     ) -> BlockCost:
         machine, count = self.machine, self._num_micro_batches
         product_s = flops_per_token * self.tokens / self._matmul_flops_s
@@ -79,19 +83,29 @@ class Costs:
         attention = attention_flops * self._job.sequences / attention_share
         traffic_s = kept_bytes * self.tokens / machine.device_memory_bytes_s
         accumulate = FIRST_ACCUMULATE_BYTES + (count - 1) * ACCUMULATE_BYTES + GRADIENT_OUT_BYTES
-        is_trained = trainable > 0
+        trained_share = trainable / parameters
         return BlockCost(
-            forward_s=product_s
+            # Each pass expands the weights once; that of a backward which recomputes is here, too.
+            forward_s=expanding_bytes / machine.device_memory_bytes_s
+            + product_s
             + read_s
             + attention / machine.attention_forward_flops_s
             + FORWARD_TRAFFIC * traffic_s
             + count * LAUNCH_S,
-            differentiate_s=(product_s + read_s) * (2 if is_trained else 1)
+            differentiate_s=(product_s + read_s) * (1 + trained_share)
             + 2 * attention / machine.attention_backward_flops_s
             + BACKWARD_TRAFFIC * traffic_s
             + accumulate * trainable / machine.device_memory_bytes_s
             + count * LAUNCH_S,
         )
+
+    def _expanding_bytes(self, block: BlockSpec) -> float:
+        """Return what expanding a block's packed matrices reads and writes."""
+        format = self._job.frozen_weights
+        if format is None:
+            return 0.0
+        packed = packed_bytes(block.frozen_matrices, FORMATS[format])
+        return packed + block.expanded_numel(format) * self.bytes.weight
 
     @property
     def head_s(self) -> float:

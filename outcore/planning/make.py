@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from outcore.kernels.packed_format import packed_format
 from outcore.machine import machine_named
 from outcore.machine.machine import Machine
-from outcore.model_spec import model_spec, spec_of_model
+from outcore.model_spec import ModelSpec, model_spec, spec_of_model
 from outcore.planning.device_type import default_dtype
-from outcore.planning.plan import Budgets, Job, Plan, StateFormat
+from outcore.planning.plan import Budgets, FrozenWeights, Job, Plan, StateFormat
 from outcore.planning.search import make_plan
 from outcore.planning.step_size import check_step_size
 from outcore.store.disk_budget import parse_disk
@@ -36,6 +37,8 @@ def plan(
     clipping: bool = True,
     dtype: Literal["bf16", "fp32"] | torch.dtype | None = None,
     state_format: StateFormat = "fp32",
+    adapters: Any = None,
+    frozen_weights: FrozenWeights | None = None,
     micro_batch: int | None = None,
     objective: Literal["speed", "memory"] = "speed",
 ) -> Plan:
@@ -49,6 +52,9 @@ def plan(
     clipping: False for ``AdamW(update_during_backward=True)``.
     dtype: None for bf16, or fp32 where the device is a CPU and ``state_format`` allows it.
 
+    adapters: a ``peft.LoraConfig`` for a model that is not at hand yet; its base is then frozen.
+    frozen_weights: "int8" or "int4" for the frozen matrices of blocks; None leaves them alone.
+
     Raises DoesNotFit, with what is missing and what would fit, before anything is allocated.
     """
     check_step_size(tokens, seq_len)
@@ -61,7 +67,14 @@ def plan(
         disk_bytes=0 if budget is None else budget.num_bytes,
         disk_path=None if budget is None else str(budget.path),
     )
-    spec = spec_of_model(model) if isinstance(model, nn.Module) else model_spec(model)
+    packed_format(frozen_weights)  # refuses other names
+    if isinstance(model, nn.Module):
+        if adapters is not None:
+            raise ValueError("a model at hand has its adapters: leave adapters out")
+        spec = spec_of_model(model)
+    else:
+        spec = model_spec(model, adapters=adapters)
+    _check_something_is_frozen(spec, frozen_weights)
     found = machine_named(machine) if isinstance(machine, str) else machine
     job = Job(
         tokens=tokens,
@@ -69,11 +82,21 @@ def plan(
         clips=clipping,
         dtype=_dtype(dtype, found, state_format),
         state_format=state_format,
+        frozen_weights=frozen_weights,
         micro_batch=micro_batch,
         budgets=budgets,
         objective=objective,
     )
     return make_plan(spec, found, job)
+
+
+def _check_something_is_frozen(spec: ModelSpec, frozen_weights: str | None) -> None:
+    """Refuse frozen_weights for a model that is trained whole."""
+    if frozen_weights is not None and not any(b.frozen_matrices for b in spec.blocks):
+        raise ValueError(
+            f'frozen_weights="{frozen_weights}", but no block has a frozen matrix: give adapters, '
+            "or a model whose base is frozen"
+        )
 
 
 def _dtype(

@@ -50,7 +50,7 @@ class MemoryModel:
     """Bytes of placements of one model and job; what does not change is counted once."""
 
     def __init__(self, spec: ModelSpec, machine: Machine, job: Job, micro_batch: int) -> None:
-        self.units = Units(spec)
+        self.units = Units(spec, job)
         self._spec = spec
         self._job = job
         self._is_unified = machine.is_unified
@@ -95,6 +95,8 @@ class MemoryModel:
                 largest_streamed = max(largest_streamed, unit.numel)
             are_on_disk = are_on_disk or tier == "disk"
         add("device", "weight slots", placement.num_slots * largest_streamed * each)
+        expanded = [b.expanded_numel(self._job.frozen_weights) for b in self._spec.blocks]
+        add("device", "expanded weights", max(expanded) * each)
         if are_on_disk:
             add("host", "disk staging", self.units.weight_staging_bytes(self._bytes))
         whole = [b.trainable_numel for b in self._spec.blocks]

@@ -14,7 +14,7 @@ from outcore.model_spec import ModelSpec
 from outcore.optim.backend import MAX_CHUNK_ELEMENTS, NUM_HELPING
 from outcore.optim.disk_updater import num_staging_buffers, num_weight_buffers
 from outcore.optim.updates import MAX_PIECE_ELEMENTS
-from outcore.planning.plan import BlockPlan, Tier
+from outcore.planning.plan import BlockPlan, Job, Tier
 from outcore.planning.state_bytes import StateBytes
 from outcore.store.spans import ALIGN_ELEMENTS
 from outcore.stream.disk_tensors import piece_numel
@@ -55,8 +55,8 @@ class UnitSize:
 class Units:
     """A model's units, and their chunks; the same for every placement."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        self.units = tuple(_units(spec))
+    def __init__(self, spec: ModelSpec, job: Job) -> None:
+        self.units = tuple(_units(spec, job))
         self.max_chunk = self._largest_chunk()
 
     @cached_property
@@ -116,8 +116,13 @@ class Units:
         return buffers * self._largest_piece * itemsize
 
     def weight_staging_bytes(self, sizes: StateBytes) -> int:
-        """Return the same for weights."""
-        return num_weight_buffers() * self._largest_piece * sizes.weight
+        """Return the same for weights, whose span may be longer than what is trained of it."""
+        blocks = [unit for unit in self.units if unit.block is not None]
+        pieces = [
+            min(unit.numel, piece_numel(unit.trainable_numel or unit.numel, MAX_PIECE_ELEMENTS))
+            for unit in blocks
+        ]
+        return num_weight_buffers() * max(pieces, default=0) * sizes.weight
 
     def first_chunk(self, unit: int) -> int:
         return next(iter(_cut(self.units[unit].deliveries, self._limit())), 0)
@@ -140,7 +145,7 @@ class Units:
         return max((max(_cut((n,), limit)) for n in cuts), default=1)
 
 
-def _units(spec: ModelSpec) -> list[UnitSize]:
+def _units(spec: ModelSpec, job: Job) -> list[UnitSize]:
     units: list[UnitSize] = []
     edges = list(enumerate(spec.edges))
     for position in range(len(spec.blocks) + 1):
@@ -161,7 +166,7 @@ def _units(spec: ModelSpec) -> list[UnitSize]:
                 UnitSize(
                     block=position,
                     edge=None,
-                    numel=block.numel,
+                    numel=block.span_numel(job.dtype, job.frozen_weights),
                     trainable_numel=block.trainable_numel,
                     deliveries=(block.trainable_numel,) if block.trainable_numel else (),
                 )

@@ -19,6 +19,7 @@ Activations = Literal["keep", "recompute", "offload"]
 offload: recompute, and the input waits on the host."""
 
 StateFormat = Literal["fp32", "compact", "minimal"]
+FrozenWeights = Literal["int8", "int4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class Job:
     clips: bool = True  # clipping: updates wait for the whole backward
     dtype: Literal["bf16", "fp32"] = "bf16"
     state_format: StateFormat = "fp32"
+    frozen_weights: FrozenWeights | None = None  # frozen matrices in 8 or 4 bit
     micro_batch: int | None = None  # sequences inside a block; None: as the engine picks
     budgets: Budgets = Budgets()
     objective: Literal["speed", "memory"] = "speed"

@@ -346,6 +346,7 @@ def hiding_tokens(
             dtype=job.dtype,
             clips=job.clips,
             state_format=job.state_format,
+            frozen_weights=job.frozen_weights,
         )
         costs = Costs(spec, machine, longer, min(size, sequences))
         inputs = tuple(input_bytes(block, longer) for block in spec.blocks)

@@ -160,6 +160,8 @@ def job_sentence(plan: Plan) -> str:
         f"{job.state_format} state",
         "clipping" if job.clips else "no clipping",
     ]
+    if job.frozen_weights is not None:
+        parts.insert(2, f"frozen weights in {job.frozen_weights}")
     if job.objective == "memory":
         parts.append("least memory")
     return ", ".join(parts)

@@ -16,6 +16,11 @@ from torch import Tensor
 ALIGN_ELEMENTS = 128  # 256 bytes of bf16, 512 of fp32
 
 
+def aligned_numel(numel: int) -> int:
+    """Return the elements that a parameter of ``numel`` takes in a span."""
+    return -(-numel // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+
+
 @dataclass(frozen=True, kw_only=True)
 class Field:
     """One parameter's place in a span, in elements."""
@@ -56,7 +61,7 @@ class SpanLayout:
                     trainable=parameter.requires_grad,
                 )
             )
-            offset += -(-parameter.numel() // ALIGN_ELEMENTS) * ALIGN_ELEMENTS
+            offset += aligned_numel(parameter.numel())
             if parameter.requires_grad:
                 trainable_numel = offset
         return cls(fields=tuple(fields), numel=offset, trainable_numel=trainable_numel)
@@ -83,12 +88,12 @@ class SpanLayout:
 
         Writers of checkpoints take tensors in one storage for tied weights and copy them all.
         """
-        whole = flat.untyped_storage()
-        start = flat.storage_offset() * flat.itemsize
-        tensors = {}
-        for f in self.fields:
-            first = start + f.offset * flat.itemsize
-            piece = whole[first : first + f.numel * flat.itemsize]
-            empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
-            tensors[f.name] = empty.set_(piece, 0, f.shape)  # type: ignore[call-overload]
-        return tensors
+        return {f.name: separate(flat[f.offset : f.end], f.shape) for f in self.fields}
+
+
+def separate(flat: Tensor, shape: torch.Size) -> Tensor:
+    """Return the memory of a flat tensor as one of ``shape``, with a storage of its own."""
+    start = flat.storage_offset() * flat.itemsize
+    piece = flat.untyped_storage()[start : start + flat.nbytes]
+    empty = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return empty.set_(piece, 0, shape)  # type: ignore[call-overload, no-any-return]

@@ -49,7 +49,7 @@ class Slots:
         self._copy_in = copy_in
         self._order = LearnedOrder()
         self._lock = threading.RLock()
-        numel = max((unit.layout.numel for unit in units), default=0)
+        numel = max((unit.span_numel for unit in units), default=0)
         num_slots = num_slots if units else 0
         self._ledger_bytes = num_slots * numel * dtype.itemsize
         self._ledger = ledger
@@ -98,7 +98,7 @@ class Slots:
                 if slot.ready is not None and slot.ready.error is not None:
                     slot.block = None
             raise
-        return slot.memory[: unit.layout.numel]
+        return slot.memory[: unit.span_numel]
 
     def release(self, unit: Unit) -> None:
         """Say that all work on the unit's weights has been launched."""
@@ -153,7 +153,7 @@ class Slots:
         if slot is None:
             raise AssertionError("every slot is in use: a block was acquired inside another block")
         unit = self._units[block]
-        home, target = unit.host_weight, slot.memory[: unit.layout.numel]
+        home, target = unit.host_weight, slot.memory[: unit.span_numel]
         assert home is not None
 
         def copy() -> None:

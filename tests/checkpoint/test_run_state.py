@@ -99,6 +99,36 @@ def test_a_run_goes_on_to_the_same_bits(
     assert [n for n in expected if not torch.equal(found[n], expected[n])] == []
 
 
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_a_packed_base_goes_over_as_it_is(
+    tmp_path: Path, format: str, closed_engines: None
+) -> None:
+    """Packed again from expanded values in bf16, int8 would not be the same."""
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    options = {"frozen_weights": format, "dtype": torch.float32, "disk": str(tmp_path)}
+
+    def make(seed: int, weights: str) -> tuple[Any, outcore.AdamW]:
+        torch.manual_seed(seed)
+        model = GPT2LMHeadModel(GPT2Config(**{**CONFIG, "n_embd": 64})).train()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.endswith("bias"))
+        model = outcore.offload(model, device="cpu", weights=weights, **options)
+        return model, outcore.AdamW(model, lr=1e-2)
+
+    first, optimizer = make(0, "host")
+    ids = torch.arange(16).view(2, 8)
+    first(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    run_state.save(folder, first, optimizer, {})
+    for weights in ("host", "device", "disk"):
+        other, its_optimizer = make(7, weights)
+        assert run_state.load(folder, other, its_optimizer) is not None
+        expected, found = first.state_dict(), other.state_dict()
+        assert [n for n in expected if not torch.equal(found[n] * 1, expected[n] * 1)] == []
+        with torch.no_grad():
+            assert torch.equal(other.eval()(ids).logits, first.eval()(ids).logits)
+
+
 def test_another_model_is_refused_and_left_as_it_is(tmp_path: Path, closed_engines: None) -> None:
     folder = CheckpointFolder(tmp_path / "checkpoints")
     run = Run(tmp_path, weights="host", state="host")

@@ -288,3 +288,22 @@ def test_a_model_with_no_blocks_is_a_mistake(
     result = run_plan(*MODEL)
     assert result.exit_code == 2
     assert "no repeated blocks" in result.output
+
+
+def test_a_base_in_4_bit_under_adapters(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    file = tmp_path / "plan.json"
+    result = run_plan(
+        *("qwen2.5-1.5b", "--machine", "h200-pcie5", "--lora", "8"),
+        *("--frozen-weights", "int4", "--device-memory", "12GiB", "--json", str(file)),
+    )
+    assert result.exit_code == 0, result.output
+    assert "frozen weights in int4" in unwrapped(result.stdout)
+    assert "expanded weights" in result.stdout
+    assert read_plan(file).job.frozen_weights == "int4"
+
+
+def test_frozen_weights_without_adapters_are_a_mistake() -> None:
+    result = run_plan(*MODEL, "--frozen-weights", "int4")
+    assert result.exit_code == 2
+    assert "--frozen-weights: needs --lora RANK" in unwrapped(result.output)

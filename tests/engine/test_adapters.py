@@ -1,0 +1,202 @@
+"""Models born offloaded with LoRA adapters, over a base in 8 or 4 bit or as it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+
+import lora
+import transformers as hf
+
+import outcore
+from outcore.adapters import with_adapters
+from outcore.engine.offload import engine_of
+from outcore.model_spec import model_spec
+
+MIXTRAL = hf.MixtralConfig(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+frozen = pytest.mark.parametrize("frozen_weights", [None, "int8", "int4"])
+
+
+@frozen
+def test_a_checkpoint_with_adapters_is_the_model_that_peft_makes(
+    frozen_weights: str | None, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    hf.AutoModelForCausalLM.from_config(lora.config()).save_pretrained(tmp_path)
+    model = outcore.load(
+        tmp_path, adapters=lora.lora(), device="cpu", frozen_weights=frozen_weights
+    )
+    lora.moved_adapters(model)
+    plain = lora.offloaded(lora.plain_model(), frozen_weights)
+    ours, theirs = model.state_dict(), plain.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name].float(), tensor.float()), name
+    assert {n for n, p in model.named_parameters() if p.requires_grad} == {
+        n for n, p in plain.named_parameters() if p.requires_grad
+    }
+    losses, _ = lora.trained(model.train(), seeds=[0] * 4)
+    assert losses[-1] < losses[0]
+
+
+def test_a_checkpoint_that_transformers_converts_gets_adapters_too(tmp_path: Path) -> None:
+    hf.AutoModelForCausalLM.from_config(MIXTRAL).save_pretrained(tmp_path)  # experts one by one
+    adapters = lora.lora(target_modules=["q_proj", "v_proj"])
+    model = outcore.load(tmp_path, adapters=adapters, device="cpu", frozen_weights="int4")
+    packed = [unit.packed for unit in engine_of(model).units if unit.packed is not None]
+    assert len(packed) == 2
+    assert any(len(field.shape) == 3 for field in packed[0].fields)
+    losses, _ = lora.trained(model.train(), seeds=[0] * 4)
+    assert losses[-1] < losses[0]
+
+
+@frozen
+def test_a_new_model_with_adapters(frozen_weights: str | None) -> None:
+    def made() -> Any:
+        torch.manual_seed(5)
+        return outcore.from_config(
+            lora.config(), adapters=lora.lora(), device="cpu", frozen_weights=frozen_weights
+        )
+
+    model = made()
+    state = {name: tensor.float() for name, tensor in model.state_dict().items()}
+    assert not any(tensor.is_meta for tensor in state.values())
+    for name, tensor in state.items():
+        if "lora_B" in name:
+            assert not tensor.any(), name  # as PEFT starts them: the model begins as its base
+        elif "lora_A" in name or "base_layer.weight" in name:
+            assert 0.001 < float(tensor.std()) < 0.5, name
+        elif "norm" in name:
+            assert bool((tensor == 1).all()), name
+    again = made().state_dict()
+    assert all(torch.equal(again[name].float(), tensor) for name, tensor in state.items())
+    losses, _ = lora.trained(model, seeds=[0] * 4)
+    assert losses[-1] < losses[0]
+
+
+def test_fused_experts_under_adapters() -> None:
+    """PEFT adds to the stacked weights themselves, inside the block's forward."""
+
+    def trained(**options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model = outcore.from_config(
+            MIXTRAL, adapters=lora.lora(), device="cpu", frozen_weights="int4", **options
+        )
+        packed = next(unit.packed for unit in engine_of(model).units if unit.packed is not None)
+        assert [f.name.split(".")[-1] for f in packed.fields if len(f.shape) == 3] == [
+            "gate_up_proj",
+            "down_proj",
+        ]
+        return lora.trained(model)
+
+    losses, adapters = trained(weights="host")
+    other_losses, other_adapters = trained(weights="device", activations="keep")
+    assert other_losses == losses
+    assert all(torch.equal(other_adapters[name], adapters[name]) for name in adapters)
+    assert any("experts" in name for name in adapters)
+    plain, adapted = (model_spec(MIXTRAL, adapters=a) for a in (None, lora.lora()))
+    kept = plain.blocks[0].kept_elements_per_token
+    assert adapted.blocks[0].kept_elements_per_token == kept
+
+
+def test_adapters_come_as_peft_draws_them() -> None:
+    with torch.device("meta"):
+        base = hf.AutoModelForCausalLM.from_config(lora.config())
+    names = {id(p): name for name, p in base.named_parameters()}
+    torch.manual_seed(0)
+    model = with_adapters(base, lora.lora())
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            assert parameter.requires_grad
+            assert not parameter.is_meta
+            assert parameter.is_contiguous()
+            assert bool(parameter.any()) == ("lora_A" in name)
+        else:  # the same objects as before
+            assert parameter.is_meta
+            assert not parameter.requires_grad
+            assert id(parameter) in names
+
+
+def test_without_adapters_a_packed_model_is_born_frozen(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    hf.AutoModelForCausalLM.from_config(lora.config()).save_pretrained(tmp_path)
+    model = outcore.load(tmp_path, device="cpu", frozen_weights="int4")
+    assert not any(p.requires_grad for p in model.parameters())
+    tokens = model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, do_sample=False)
+    assert tokens.shape == (1, 7)
+    new = outcore.from_config(lora.config(), device="cpu", frozen_weights="int8")
+    assert not any(p.requires_grad for p in new.parameters())
+    new(**lora.batch())
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ],
+)
+def test_adapters_that_need_the_weights_are_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"{named}.*outcore.offload"):
+        outcore.from_config(lora.config(), adapters=lora.lora(**changes), device="cpu")
+
+
+def test_adapters_of_another_kind_are_refused() -> None:
+    with pytest.raises(TypeError, match="LoraConfig, not dict"):
+        outcore.from_config(lora.config(), adapters={"r": 4}, device="cpu")
+
+
+_PEAK = """
+import resource, sys
+import torch, transformers as hf
+import lora, outcore
+from outcore.engine.offload import engine_of
+
+config = lora.config(hidden_size=384, intermediate_size=1152, num_hidden_layers=20)
+outcore.from_config(lora.config(), adapters=lora.lora(), device="cpu", frozen_weights="int4")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = outcore.from_config(
+    config, adapters=lora.lora(), device="cpu", frozen_weights="int4", num_slots=1
+)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+engine = engine_of(model)
+block = max(4 * (u.packed.expanded.numel + u.layout.numel) for u in engine.units if u.packed)
+books = sum(sum(l.taken().values()) for l in (engine.host_ledger, engine.device_ledger))
+whole = sum(4 * p.numel() for p in model.parameters())
+print(1024 * (after - before), books, block, whole)
+"""
+
+
+def test_the_whole_base_never_exists_beside_its_packed_form() -> None:
+    """Peak host memory above what is in the books: about two blocks, far from the base."""
+    ran = subprocess.run(
+        [sys.executable, "-c", _PEAK],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        # What is freed goes back at once, and is not kept for the next block.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
+    )
+    grown, books, block, whole = (int(word) for word in ran.stdout.split())
+    assert block * 18 < whole
+    adapters = 15_000_000  # their own values before they move in, and their modules
+    assert grown < books + 2 * block + adapters, ran.stdout
+    assert grown < whole
