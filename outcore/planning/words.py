@@ -162,6 +162,12 @@ def job_sentence(plan: Plan) -> str:
     ]
     if job.objective == "memory":
         parts.append("least memory")
+    if job.checkpoints:
+        parts.append(
+            "checkpoints while training goes on"
+            if plan.stages_checkpoints
+            else "synchronous checkpoints (no host memory for a copy of the state)"
+        )
     return ", ".join(parts)
 
 
