@@ -111,6 +111,7 @@ class CheckpointFolder:
             except StoreError as error:
                 problems.append((name, str(error)))
                 continue
+            self._given_up.discard(name)
             for bad, why in problems:
                 self._given_up.add(bad)
                 warnings.warn(f"{why}. {name} is used in place of {bad}.", stacklevel=2)
@@ -174,9 +175,8 @@ class CheckpointFolder:
 
         Checkpoints of later steps are somebody else's, and count for nothing here.
         """
-        good = [
-            name for s, _, name in self._committed() if s <= step and name not in self._given_up
-        ]
+        earlier = [name for of, _, name in self._committed() if of <= step]
+        good = [name for name in earlier if name not in self._given_up]
         last: dict[str, str] = {}
         for name in good:
             last[name.split("-")[1]] = name  # of one step only the last counts
