@@ -92,7 +92,8 @@ class CheckpointFolder:
             with contextlib.suppress(OSError):
                 calls.remove_tree(writing)
             raise
-        self._prune(step)
+        with contextlib.suppress(StoreError):  # it is committed, whatever happens to the others
+            self._prune(step)
         return final
 
     def newest(self, check: Callable[[Path, Manifest], None]) -> Iterator[tuple[Path, Manifest]]:
@@ -133,12 +134,9 @@ class CheckpointFolder:
         return sorted((int(m[1]), int(m[2] or 0), m[0]) for m in matches if m)
 
     def _names(self) -> list[str]:
-        try:
-            return calls.list_names(self.path)
-        except (FileNotFoundError, NotADirectoryError):
+        if not self.path.is_dir():
             return []
-        except OSError as error:
-            raise StoreError(f"{self.path} cannot be read: {error}", path=self.path) from error
+        return called("list", self.path, lambda: calls.list_names(self.path))
 
     def _size_of(self, name: str) -> int:
         path = self.path / name
@@ -187,11 +185,10 @@ class CheckpointFolder:
             with contextlib.suppress(OSError):  # takes room, and harms nothing
                 calls.rename(self.path / name, removing)  # never half a checkpoint under its name
         self._given_up.clear()
-        with contextlib.suppress(StoreError):
-            for name in self._names():
-                if name.startswith((_WRITING, _REMOVING)):
-                    with contextlib.suppress(OSError):
-                        calls.remove_tree(self.path / name)
+        for name in self._names():
+            if name.startswith((_WRITING, _REMOVING)):
+                with contextlib.suppress(OSError):
+                    calls.remove_tree(self.path / name)
 
     def _check_room(self, num_bytes: int) -> None:
         free = called("examine", self.path, lambda: calls.free_bytes(self.path))
