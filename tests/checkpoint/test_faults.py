@@ -114,7 +114,8 @@ def test_each_call_of_a_commit_that_fails(
     tried = 0
     for name in WRITING:
         for number in numbers(counts[name]):
-            for fault in ("EIO", "ENOSPC", "EINTR", *(["short"] if name == "write_at" else [])):
+            others = ["ENOSPC", "EINTR", *(["short"] if name == "write_at" else [])]
+            for fault in ("EIO", *(others if number in (0, counts[name] - 1) else [])):
                 before = state_of(run)
                 faults.arrange(name, number, fault)
                 error = error_of(save)
@@ -139,7 +140,7 @@ def test_each_call_of_a_commit_that_fails(
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert run.load(folder) == 1, name
-    assert tried > 80
+    assert tried > 60
     save()
     checkpoints.close()
     assert [p.name for p in folder.path.iterdir() if p.name.startswith(".writing")] == []
@@ -201,9 +202,6 @@ def test_a_failed_one_is_told_by_what_comes_next(
     folder = CheckpointFolder(tmp_path / "checkpoints")
     checkpoints = AsyncCheckpoints(folder, run.model, run.optimizer)
     faults = Faults(monkeypatch, ("sync",))
-    losses = Run(tmp_path, **HOST)
-    losses.train(4)
-    del losses
     for ending in ("begin", "wait", "close"):
         run.step()
         faults.arrange("sync", 2, "ENOSPC")
