@@ -12,7 +12,7 @@ import errno
 import re
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from outcore.checkpoint import calls
@@ -63,6 +63,7 @@ class CheckpointFolder:
                 f"{step}: resume from it, or name another folder",
                 path=self.path,
             )
+        self._prune(step)  # a run that was killed may have left more than it keeps
         held = sum(self._size_of(name) for _, _, name in self._committed())
         needed = (self.keep + 1) * num_bytes - min(held, self.keep * num_bytes)
         free = called("examine", self.path, lambda: calls.free_bytes(self.path))
@@ -93,7 +94,8 @@ class CheckpointFolder:
                 calls.remove_tree(writing)
             raise
         with contextlib.suppress(StoreError):  # it is committed, whatever happens to the others
-            self._prune(step)
+            self._prune(step, given_up=self._given_up)
+            self._given_up.clear()
         return final
 
     def newest(self, check: Callable[[Path, Manifest], None]) -> Iterator[tuple[Path, Manifest]]:
@@ -168,8 +170,8 @@ class CheckpointFolder:
                 ) from error
             raise StoreError(f"{path} cannot be locked: {error}", path=path) from error
 
-    def _prune(self, step: int) -> None:
-        """Remove what is older than the last ``keep``, what was harmed, and what is unfinished.
+    def _prune(self, step: int, given_up: Iterable[str] = ()) -> None:
+        """Remove what is older than the last ``keep``, was given up, or is unfinished.
 
         Checkpoints of later steps are somebody else's, and count for nothing here.
         """
@@ -180,11 +182,10 @@ class CheckpointFolder:
             last[name.split("-")[1]] = name  # of one step only the last counts
         kept = list(last.values())[-self.keep :]
         old = [name for name in good if name not in kept]
-        for name in [*old, *self._given_up]:
+        for name in [*old, *given_up]:
             removing = self.path / f"{_REMOVING}{name}-{uuid.uuid4().hex[:8]}"
             with contextlib.suppress(OSError):  # takes room, and harms nothing
                 calls.rename(self.path / name, removing)  # never half a checkpoint under its name
-        self._given_up.clear()
         for name in self._names():
             if name.startswith((_WRITING, _REMOVING)):
                 with contextlib.suppress(OSError):

@@ -187,58 +187,77 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_made_up_manifests(saved: Saved, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their digest is right: whoever makes one up can compute it."""
-    run, folder, states = saved
-    path = folder.directory(2) / NAME
-    body = json.loads(path.read_text())
+def write_changed(path: Path, text: str, change: Change) -> None:
+    """Write a manifest that was changed by somebody who computed its digest anew."""
+    body = json.loads(text)
     del body["digest"]
-    CHANGES[name](body)
+    change(body)
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     path.write_text(json.dumps({**body, "digest": digest}))
+
+
+def test_made_up_manifests(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are refused, whatever their digest, before anything outside is opened."""
+    run, folder, states = saved
+    path = folder.directory(2) / NAME
+    original = path.read_text()
     opened: list[str] = []
     real_open = os.open
-    monkeypatch.setattr(
-        os,
-        "open",
-        lambda path, *rest, **more: (opened.append(str(path)), real_open(path, *rest))[1],
-    )
-    with pytest.warns(UserWarning, match="step-000000001 is used in place of step-000000002"):
+
+    def noted_open(path: Any, *rest: Any) -> int:
+        opened.append(str(path))
+        return real_open(path, *rest)
+
+    monkeypatch.setattr(os, "open", noted_open)
+    for name, change in CHANGES.items():
+        write_changed(path, original, change)
+        step, told = used_instead(folder)
+        assert step == 1, name
+        assert "step-000000001 is used in place of step-000000002" in told, name
+    with pytest.warns(UserWarning, match="step-000000001 is used"):
         assert run.load(folder) == 1
     assert_same(run.tensors(), states[1])
+    inside = folder.path.resolve()
     assert opened
-    assert [p for p in opened if not Path(p).resolve().is_relative_to(folder.path.resolve())] == []
+    assert [p for p in opened if not Path(p).resolve().is_relative_to(inside)] == []
+    write_changed(path, original, lambda body: None)
+    assert used_instead(folder) == (2, "")
 
 
-@pytest.mark.parametrize(
-    "groups",
-    [
-        [],
-        [{}],
-        [{"lr": -1.0, "betas": [0.9, 0.99], "eps": 0.0, "weight_decay": 0.0}],
-        [{"lr": "x", "betas": [0.9, 0.99], "eps": 0.0, "weight_decay": 0.0}],
-        [{"lr": 1.0, "betas": [0.9], "eps": 0.0, "weight_decay": 0.0}],
-        [3],
-    ],
-)
-def test_made_up_hyperparameters_change_nothing(saved: Saved, groups: list[Any]) -> None:
+GROUPS: list[list[Any]] = [
+    [],
+    [{}],
+    [{"lr": -1.0, "betas": [0.9, 0.99], "eps": 0.0, "weight_decay": 0.0}],
+    [{"lr": "x", "betas": [0.9, 0.99], "eps": 0.0, "weight_decay": 0.0}],
+    [{"lr": 1.0, "betas": [0.9], "eps": 0.0, "weight_decay": 0.0}],
+    [3],
+]
+
+
+def test_made_up_hyperparameters_change_nothing(saved: Saved) -> None:
     run, folder, states = saved
     path = folder.directory(2) / NAME
-    body = json.loads(path.read_text())
-    del body["digest"]
-    body["values"]["optimizer"] = groups
-    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    path.write_text(json.dumps({**body, "digest": digest}))
-    with pytest.raises(StoreError, match="of another optimizer"):
-        run.load(folder)
-    assert_same(run.tensors(), states[2])
+    original = path.read_text()
+    for groups in GROUPS:
+        write_changed(path, original, lambda body, g=groups: body["values"].update(optimizer=g))
+        with pytest.raises(StoreError, match="of another optimizer"):
+            run.load(folder)
+        assert_same(run.tensors(), states[2])
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "3", '{"format": 1}', "[" * 100_000, "\xff", '{"a": 1e999}']
-)
-def test_what_is_no_manifest_at_all(saved: Saved, text: str) -> None:
+def test_what_is_no_manifest_at_all(saved: Saved) -> None:
     _, folder, _ = saved
-    (folder.directory(2) / NAME).write_text(text, encoding="latin-1")
-    assert used_instead(folder)[0] == 1
+    path = folder.directory(2) / NAME
+    for text in (
+        "",
+        "{",
+        "[]",
+        "null",
+        "3",
+        '{"format": 1}',
+        "[" * 100_000,
+        "\xff",
+        '{"a": 1e999}',
+    ):
+        path.write_text(text, encoding="latin-1")
+        assert used_instead(folder)[0] == 1, text[:20]
