@@ -245,3 +245,13 @@ def test_room_for_all_that_are_kept_is_asked_for_up_front(
     monkeypatch.setattr(calls, "size_of_tree", lambda path: 4 << 30)
     save(folder, 1)
     folder.check_ready(4 << 30, step=1)  # what is there already will be removed
+
+
+def test_a_run_that_begins_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=9)
+    for step in (2, 4, 6):
+        save(folder, step)
+    (tmp_path / ".removing-step-000000001-abc").mkdir()
+    (tmp_path / ".writing-8-abc").mkdir()
+    CheckpointFolder(tmp_path, keep=2).check_ready(1000, step=6)
+    assert names(tmp_path) == ["step-000000004", "step-000000006"]
