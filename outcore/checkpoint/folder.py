@@ -1,22 +1,29 @@
-"""The folder of checkpoints: each written beside the others and committed by one rename."""
+"""The folder of checkpoints: each written beside the others and committed by one rename.
+
+step-000000040          a checkpoint; step-000000040-1 is a later one of the same step
+.writing-…, .removing-… unfinished; removed with the next commit
+.lock                   held by the process that writes here
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import errno
 import re
 import uuid
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from outcore.checkpoint import calls
-from outcore.checkpoint.manifest import NAME, FileEntry, Manifest, read_manifest
+from outcore.checkpoint.entries import FileEntry
+from outcore.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from outcore.checkpoint.transfer import called
 from outcore.errors import StoreError
-from outcore.store.pieces import failed
 from outcore.units import format_bytes
 
-_COMMITTED = re.compile(r"step-(\d{9,})")
-_UNFINISHED = (".writing-", ".replaced-")
+_COMMITTED = re.compile(r"step-(\d{9,18})(?:-(\d{1,9}))?")
+_WRITING, _REMOVING = ".writing-", ".removing-"
 _MARGIN_BYTES = 64 << 20
 
 WriteFiles = Callable[[Path], tuple[tuple[FileEntry, ...], dict[str, object]]]
@@ -24,104 +31,171 @@ WriteFiles = Callable[[Path], tuple[tuple[FileEntry, ...], dict[str, object]]]
 
 
 class CheckpointFolder:
-    """All checkpoints of one run. One process writes at a time."""
+    """All checkpoints of one run. One process writes at a time; another one is refused."""
 
     def __init__(self, path: Path, *, keep: int = 2) -> None:
         if keep < 1:
             raise ValueError(f"keep must be 1 or more, not {keep}")
         self.path = path
         self.keep = keep
+        self._lock_fd: int | None = None
+        self._given_up: set[str] = set()  # harmed, so that a run went on from an older one
 
     def steps(self) -> list[int]:
         """Return the steps that are committed, oldest first."""
-        if not self.path.is_dir():
-            return []
-        matches = (_COMMITTED.fullmatch(entry.name) for entry in self.path.iterdir())
-        return sorted(int(match.group(1)) for match in matches if match)
+        return sorted({step for step, _, _ in self._committed()})
 
     def directory(self, step: int) -> Path:
-        return self.path / f"step-{step:09d}"
+        """Return where the last checkpoint of a step is, or where its first would be."""
+        names = [name for of, _, name in self._committed() if of == step]
+        return self.path / (names[-1] if names else f"step-{step:09d}")
+
+    def check_ready(self, num_bytes: int, *, step: int) -> None:
+        """Refuse, before training starts, what could not be written later.
+
+        ``num_bytes``: of one checkpoint; ``step``: where the run begins.
+        """
+        self._prepare()
+        newer = [s for s, _, name in self._committed() if s > step and name not in self._given_up]
+        if newer:
+            raise StoreError(
+                f"{self.path} holds a checkpoint of step {max(newer)}, and this run begins at step "
+                f"{step}: resume from it, or name another folder",
+                path=self.path,
+            )
+        self._prune(step)  # a run that was killed may have left more than it keeps
+        held = sum(self._size_of(name) for _, _, name in self._committed())
+        needed = (self.keep + 1) * num_bytes - min(held, self.keep * num_bytes)
+        free = called("examine", self.path, lambda: calls.free_bytes(self.path))
+        if needed + _MARGIN_BYTES > free:
+            raise StoreError(
+                f"{self.path}: a checkpoint takes {format_bytes(num_bytes)}, and {self.keep} are "
+                f"kept while one is written, so {format_bytes(needed)} more are needed; "
+                f"{format_bytes(free)} are free there. Free space, keep fewer checkpoints, or name "
+                "another folder.",
+                path=self.path,
+            )
 
     def commit(self, step: int, num_bytes: int, write_files: WriteFiles) -> Path:
         """Write a checkpoint; the one before stays as it is until this one is whole."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self._prepare()
         self._check_room(num_bytes)
-        mark = uuid.uuid4().hex[:8]
-        writing = self.path / f"{_UNFINISHED[0]}{step}-{mark}"
-        replaced = self.path / f"{_UNFINISHED[1]}{step}-{mark}"
-        final = self.directory(step)
+        writing = self.path / f"{_WRITING}{step}-{uuid.uuid4().hex[:8]}"
         try:
-            self._call("create", writing, calls.make_directory, writing)
+            called("create", writing, lambda: calls.make_directory(writing))
             files, values = write_files(writing)
-            manifest = Manifest(step=step, files=files, values=dict(values))
-            self._write_manifest(writing / NAME, manifest.to_text())
-            self._call("sync", writing, calls.sync_directory, writing)
-            if final.exists():
-                self._call("rename", final, calls.rename, final, replaced)
-            self._call("rename", writing, calls.rename, writing, final)
-            self._call("sync", self.path, calls.sync_directory, self.path)
+            write_manifest(writing, Manifest(step=step, files=files, values=dict(values)))
+            called("sync", writing, lambda: calls.sync_directory(writing))
+            final = self._unused_name(step)
+            called("rename", writing, lambda: calls.rename(writing, final))
+            called("sync", self.path, lambda: calls.sync_directory(self.path))
         except BaseException:
             with contextlib.suppress(OSError):
                 calls.remove_tree(writing)
-            if replaced.exists() and not final.exists():
-                with contextlib.suppress(OSError):
-                    calls.rename(replaced, final)
             raise
-        self.prune()
+        with contextlib.suppress(StoreError):  # it is committed, whatever happens to the others
+            self._prune(step, given_up=self._given_up)
+            self._given_up.clear()
         return final
 
-    def prune(self) -> None:
-        """Remove what is older than the last ``keep``, and what a crash has left unfinished."""
-        old = [self.directory(step) for step in self.steps()[: -self.keep]]
-        for path in [*old, *self._unfinished()]:
-            with contextlib.suppress(OSError):  # takes room, and harms nothing
-                calls.remove_tree(path)
-
     def newest(self, check: Callable[[Path, Manifest], None]) -> Iterator[tuple[Path, Manifest]]:
-        """Yield the newest checkpoint that ``check`` lets pass; StoreError if none does."""
+        """Yield the newest checkpoint that ``check`` lets pass; StoreError if none does.
+
+        A harmed one that is passed over is named in a warning, and removed with the next commit.
+        """
         problems = []
-        for step in reversed(self.steps()):
-            directory = self.directory(step)
+        for step, _, name in reversed(self._committed()):
+            directory = self.path / name
             try:
                 manifest = read_manifest(directory)
+                if manifest.step != step:
+                    raise StoreError(f"{directory} is of step {manifest.step}", path=directory)
                 check(directory, manifest)
             except StoreError as error:
-                problems.append(str(error))
+                problems.append((name, str(error)))
                 continue
+            self._given_up.discard(name)
+            for bad, why in problems:
+                self._given_up.add(bad)
+                warnings.warn(f"{why}. {name} is used in place of {bad}.", stacklevel=2)
             yield directory, manifest
             return
         if problems:
-            raise StoreError("no checkpoint can be used: " + "; ".join(problems), path=self.path)
+            whys = "; ".join(why for _, why in problems)
+            raise StoreError(f"no checkpoint can be used: {whys}", path=self.path)
 
-    def _unfinished(self) -> list[Path]:
-        return [entry for entry in self.path.iterdir() if entry.name.startswith(_UNFINISHED)]
+    def close(self) -> None:
+        """Let another process write here."""
+        if self._lock_fd is not None:
+            calls.close(self._lock_fd)
+            self._lock_fd = None
+
+    def _committed(self) -> list[tuple[int, int, str]]:
+        """Return (step, number of it, name) of each checkpoint, oldest first."""
+        matches = (_COMMITTED.fullmatch(name) for name in self._names())
+        return sorted((int(m[1]), int(m[2] or 0), m[0]) for m in matches if m)
+
+    def _names(self) -> list[str]:
+        if not self.path.is_dir():
+            return []
+        return called("list", self.path, lambda: calls.list_names(self.path))
+
+    def _size_of(self, name: str) -> int:
+        path = self.path / name
+        return called("examine", path, lambda: calls.size_of_tree(path))
+
+    def _unused_name(self, step: int) -> Path:
+        numbers = [number for of, number, _ in self._committed() if of == step]
+        name = f"step-{step:09d}"
+        return self.path / (f"{name}-{max(numbers) + 1}" if numbers else name)
+
+    def _prepare(self) -> None:
+        """Make the folder, and keep other processes from writing to it."""
+        if self._lock_fd is not None:
+            return
+        if not self.path.is_dir():
+            called("create", self.path, lambda: calls.make_directories(self.path))
+            called("sync", self.path.parent, lambda: calls.sync_directory(self.path.parent))
+        path = self.path / ".lock"
+        try:
+            self._lock_fd = calls.lock(path)
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                return  # a file system without locks
+            if isinstance(error, BlockingIOError):
+                raise StoreError(
+                    f"{self.path}: another process writes checkpoints here. End it, or name "
+                    "another folder.",
+                    path=self.path,
+                ) from error
+            raise StoreError(f"{path} cannot be locked: {error}", path=path) from error
+
+    def _prune(self, step: int, given_up: Iterable[str] = ()) -> None:
+        """Remove what is older than the last ``keep``, was given up, or is unfinished.
+
+        Checkpoints of later steps are somebody else's, and count for nothing here.
+        """
+        earlier = [name for of, _, name in self._committed() if of <= step]
+        good = [name for name in earlier if name not in self._given_up]
+        last: dict[str, str] = {}
+        for name in good:
+            last[name.split("-")[1]] = name  # of one step only the last counts
+        kept = list(last.values())[-self.keep :]
+        old = [name for name in good if name not in kept]
+        for name in [*old, *given_up]:
+            removing = self.path / f"{_REMOVING}{name}-{uuid.uuid4().hex[:8]}"
+            with contextlib.suppress(OSError):  # takes room, and harms nothing
+                calls.rename(self.path / name, removing)  # never half a checkpoint under its name
+        for name in self._names():
+            if name.startswith((_WRITING, _REMOVING)):
+                with contextlib.suppress(OSError):
+                    calls.remove_tree(self.path / name)
 
     def _check_room(self, num_bytes: int) -> None:
-        usage = os.statvfs(self.path)
-        free = usage.f_bavail * usage.f_frsize
+        free = called("examine", self.path, lambda: calls.free_bytes(self.path))
         if num_bytes + _MARGIN_BYTES > free:
             raise StoreError(
                 f"{self.path}: a checkpoint takes {format_bytes(num_bytes)}, "
                 f"{format_bytes(free)} are free there. Free space, or keep fewer checkpoints.",
                 path=self.path,
             )
-
-    def _write_manifest(self, path: Path, text: str) -> None:
-        fd = -1
-        try:
-            fd = calls.create(path)
-            data = text.encode()
-            while data:
-                data = data[calls.write(fd, data) :]
-            calls.sync(fd)
-        except OSError as error:
-            raise failed(error, path=path, verb="write", offset=0, num_bytes=len(text)) from error
-        finally:
-            if fd >= 0:
-                calls.close(fd)
-
-    def _call(self, verb: str, path: Path, call: Callable[..., None], *args: Path) -> None:
-        try:
-            call(*args)
-        except OSError as error:
-            raise failed(error, path=path, verb=verb, offset=0, num_bytes=0) from error

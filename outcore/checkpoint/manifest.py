@@ -1,7 +1,8 @@
 """The manifest: what a checkpoint holds, and the checksum of every byte of it.
 
 One JSON file beside the tensor files. It ends with a digest of itself, so that a flipped bit in it
-is found like any other.
+is found like any other. Whoever can write a checkpoint can write its digest too, so nothing that a
+manifest says is believed before ``manifest_checks`` has seen it.
 """
 
 from __future__ import annotations
@@ -12,35 +13,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from outcore.checkpoint import calls
+from outcore.checkpoint.entries import FileEntry
+from outcore.checkpoint.manifest_checks import checked_files
+from outcore.checkpoint.transfer import called, opened, read_all, write_all, written_file
 from outcore.errors import StoreError
 
 FORMAT = "outcore checkpoint"
 VERSION = 1
 NAME = "manifest.json"
 _MOST_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A tensor's place in its file; ``num_pages`` whole pages, the last one padded with zeros."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    num_bytes: int
-    num_pages: int
-    checksum: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileEntry:
-    """One file; ``header`` is the checksum of the pages before the first tensor."""
-
-    name: str
-    num_bytes: int
-    header: int
-    tensors: tuple[Entry, ...]
+_BODY = ("format", "version", "step", "files", "values")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,33 +45,48 @@ class Manifest:
         return json.dumps({**body, "digest": _digest(body)}, allow_nan=False)
 
 
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    path = directory / NAME
+    data = np.frombuffer(manifest.to_text().encode(), np.uint8)
+
+    def write(fd: int) -> None:
+        called("allocate", path, lambda: calls.allocate(fd, data.size), data.size)
+        write_all(path, fd, data, 0)
+
+    written_file(path, write)
+
+
 def read_manifest(directory: Path) -> Manifest:
     """Return the manifest of a checkpoint; StoreError says what is wrong with it."""
     path = directory / NAME
+    with opened(path) as (fd, num_bytes):
+        if num_bytes > _MOST_BYTES:
+            raise _wrong(path, f"has {num_bytes} bytes, more than {_MOST_BYTES >> 20} MiB")
+        raw = np.empty(num_bytes, np.uint8)
+        read_all(path, fd, raw, 0)
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise _wrong(path, f"more than {_MOST_BYTES >> 20} MiB")
-        data = json.loads(path.read_text(encoding="utf-8"))
-        body = {key: data[key] for key in ("format", "version", "step", "files", "values")}
+        text = raw.tobytes().decode()
+        data = json.loads(text)
+        body = {key: data[key] for key in _BODY}
         digest = data["digest"]
-    except OSError as error:
-        raise _wrong(path, f"cannot be read: {error.strerror}") from error
+        # A changed byte may read as the same value (1e-8 and 1E-8): it is a changed byte.
+        is_as_written = json.dumps({**body, "digest": digest}) == text
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _wrong(path, f"is no manifest ({type(error).__name__}: {error})") from error
     if body["format"] != FORMAT or body["version"] != VERSION:
         raise _wrong(path, f"is {body['format']!r} version {body['version']!r}, not {VERSION}")
-    if digest != _digest(body):
+    if not is_as_written or digest != _digest(body):
         raise _wrong(path, "does not have the digest that it was written with: it was changed")
-    return Manifest(
-        step=body["step"],
-        files=tuple(_file(file) for file in body["files"]),
-        values=body["values"],
-    )
-
-
-def _file(data: dict[str, Any]) -> FileEntry:
-    tensors = tuple(Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in data["tensors"])
-    return FileEntry(**{**data, "tensors": tensors})
+    step, values = body["step"], body["values"]
+    if type(step) is not int or step < 0:
+        raise _wrong(path, f"has the step {step!r}")
+    if not isinstance(values, dict):
+        raise _wrong(path, "has values that are no object")
+    try:
+        files = checked_files(body["files"])
+    except ValueError as error:
+        raise _wrong(path, str(error)) from error
+    return Manifest(step=step, files=files, values=values)
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -94,4 +94,4 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def _wrong(path: Path, what: str) -> StoreError:
-    return StoreError(f"{path}: {what}", path=path)
+    return StoreError(f"{path} {what}", path=path)

@@ -1,12 +1,11 @@
-"""The state of a run in a checkpoint: weights, optimizer state, random generators, and the rest.
+"""The state of a run to and from a checkpoint: weights, optimizer state, generators, values.
 
-Tensors are stored parameter by parameter, so that a checkpoint knows nothing of homes: a run may go
-on with another plan, and to the same bits.
+A checkpoint knows nothing of homes: a run may go on with another plan, and to the same bits.
+``AsyncCheckpoints`` writes the same files while training goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,26 +13,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outcore.checkpoint.folder import CheckpointFolder
-from outcore.checkpoint.manifest import FileEntry, Manifest
-from outcore.checkpoint.random_states import random_tensors, random_values, restore_random
-from outcore.checkpoint.tensor_file import (
-    Layout,
-    check_file,
-    dtype_of,
-    read_tensors,
-    write_tensors,
+from outcore.checkpoint.contents import (
+    RANDOM,
+    WEIGHT,
+    Named,
+    checkpoint_bytes,
+    frozen_fingerprint,
+    home_tensors,
+    plain_values,
+    trained_units,
 )
+from outcore.checkpoint.entries import FileEntry
+from outcore.checkpoint.folder import CheckpointFolder
+from outcore.checkpoint.manifest import Manifest
+from outcore.checkpoint.random_states import check_random, random_tensors, restore_random
+from outcore.checkpoint.tensor_file import check_file, dtype_of, read_tensors, write_tensors
 from outcore.engine.offload import engine_of
 from outcore.errors import StoreError
 from outcore.optim.adamw import AdamW
 
-_EXTRA_BYTES = 1 << 20  # manifest and random states
-_WEIGHT = "weight"
-_BUFFERS = "buffers.safetensors"
-_RANDOM = "random.safetensors"
-
-Named = list[tuple[str, Tensor]]
+_MOST_RANDOM_BYTES = 1 << 20  # of one generator
+_VALUES = {
+    "run": dict,
+    "optimizer": list,
+    "num_skipped_steps": int,
+    "state_format": str,
+    "frozen": str,
+    "random": dict,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,33 +51,28 @@ class Resumed:
     values: dict[str, Any]  # what the run gave to ``save``
 
 
+def check_ready(folder: CheckpointFolder, model: nn.Module, optimizer: AdamW) -> None:
+    """Refuse, before training starts, a folder that has no room or is another run's."""
+    folder.check_ready(checkpoint_bytes(model, optimizer), step=optimizer.num_steps)
+
+
 def save(
     folder: CheckpointFolder,
     model: nn.Module,
     optimizer: AdamW,
     values: dict[str, Any],
-    *,
-    with_frozen: bool = True,
 ) -> Path:
-    """Write a checkpoint of the state after the last ``step()``; ``values`` must be plain JSON.
-
-    ``with_frozen=False`` leaves out weights that are not trained: a run that goes on brings them.
-    """
+    """Write a checkpoint of the state after the last ``step()``; ``values`` must be plain JSON."""
+    plain = plain_values(model, optimizer, values, frozen=frozen_fingerprint(model))
     optimizer.synchronize()
-    files = dict(_files(model, optimizer, with_frozen=with_frozen))
-    num_bytes = _EXTRA_BYTES + sum(Layout.of(tensors).num_bytes for tensors in files.values())
 
     def write_files(directory: Path) -> tuple[tuple[FileEntry, ...], dict[str, object]]:
-        written = [write_tensors(directory / name, tensors) for name, tensors in files.items()]
-        written.append(write_tensors(directory / _RANDOM, random_tensors()))
-        return tuple(written), {
-            "run": values,
-            "optimizer": optimizer.hyperparameters(),
-            "state_format": engine_of(model).options.state_format.name,
-            "random": random_values(),
-        }
+        files = home_tensors(model, optimizer)
+        written = [write_tensors(directory / name, tensors) for name, tensors in files]
+        written.append(write_tensors(directory / RANDOM, random_tensors()))
+        return tuple(written), plain
 
-    return folder.commit(optimizer.num_steps, num_bytes, write_files)
+    return folder.commit(optimizer.num_steps, checkpoint_bytes(model, optimizer), write_files)
 
 
 def load(
@@ -78,7 +80,6 @@ def load(
     model: nn.Module,
     optimizer: AdamW,
     *,
-    with_frozen: bool = True,
     is_checked: bool = False,
 ) -> Resumed | None:
     """Restore the newest checkpoint that is whole; None if there is none.
@@ -86,9 +87,9 @@ def load(
     Everything is checked before anything is changed; ``is_checked``: by ``check`` just now.
     """
     for directory, manifest in folder.newest(_trust if is_checked else _check):
-        targets = dict(_files(model, optimizer, with_frozen=with_frozen))
-        _check_fits(directory, manifest, targets, model)
-        _restore(directory, manifest, targets, model, optimizer)
+        places = _places(model, optimizer)
+        _check_fits(directory, manifest, places, model, optimizer)
+        _restore(directory, manifest, places, model, optimizer)
         return Resumed(step=manifest.step, values=manifest.values["run"])
     return None
 
@@ -101,35 +102,33 @@ def check(folder: CheckpointFolder) -> int | None:
 def load_random(folder: CheckpointFolder) -> None:
     """Restore the random generators alone."""
     for directory, manifest in folder.newest(_trust):
-        _restore_random(directory, manifest)
+        restore_random(dict(_random_states(directory, manifest)), manifest.values["random"])
 
 
-def _files(model: nn.Module, optimizer: AdamW, *, with_frozen: bool) -> Iterator[tuple[str, Named]]:
-    """Yield the tensors of each unit, and the model's buffers; all are views of their homes."""
-    for unit in engine_of(model).units:
-        tensors: Named = []
-        trainable = {field.name for field in unit.layout.trainable}
-        if unit.packed is not None and with_frozen:
-            # As it is: packing what was expanded may round once more.
-            tensors.append((f"{unit.name}.packed.{_WEIGHT}", unit.packed_span(unit.home)))
-        for name, parameter in unit.parameters.items():
-            if parameter.is_meta or (name not in trainable and not with_frozen):
-                continue  # in the packed span, or left out
-            full = unit.full_name(name)
-            tensors.append((f"{full}.{_WEIGHT}", parameter.detach()))
-            entry = optimizer.state.get(parameter, {})
-            tensors += [(f"{full}.{key}", t) for key, t in entry.items() if key != "step"]
-        if tensors:
-            yield f"unit-{unit.index:05d}.safetensors", tensors
-    persistent = model.state_dict(keep_vars=True)
-    buffers = [(n, b) for n, b in model.named_buffers() if n in persistent]
-    if buffers:
-        yield _BUFFERS, buffers
+def _places(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
+    """Return where each tensor is read to: weights to the parameters, the rest to its home."""
+    places = {n: t for _, tensors in home_tensors(model, optimizer) for n, t in tensors}
+    for unit in trained_units(model):
+        for field in unit.layout.trainable:
+            name = f"{unit.full_name(field.name)}.{WEIGHT}"
+            places[name] = unit.parameters[field.name].detach()
+    return places
 
 
 def _check(directory: Path, manifest: Manifest) -> None:
+    """See that a checkpoint is whole, and that it has what a checkpoint has."""
+    for key, kind in _VALUES.items():
+        if type(manifest.values.get(key)) is not kind:
+            raise StoreError(f"{directory} has no {key!r} of a run in it", path=directory)
     for file in manifest.files:
         check_file(directory, file)
+    states = _random_states(directory, manifest)
+    try:
+        check_random(states, manifest.values["random"])
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise StoreError(
+            f"{directory} holds states that no random generator has: {error}", path=directory
+        ) from error
 
 
 def _trust(directory: Path, manifest: Manifest) -> None:
@@ -137,19 +136,19 @@ def _trust(directory: Path, manifest: Manifest) -> None:
 
 
 def _check_fits(
-    directory: Path, manifest: Manifest, targets: dict[str, Named], model: nn.Module
+    directory: Path,
+    manifest: Manifest,
+    places: dict[str, Tensor],
+    model: nn.Module,
+    optimizer: AdamW,
 ) -> None:
     saved = {
         entry.name: (dtype_of(entry), entry.shape)
         for file in manifest.files
-        if file.name != _RANDOM
+        if file.name != RANDOM
         for entry in file.tensors
     }
-    wanted = {
-        name: (tensor.dtype, tuple(tensor.shape))
-        for tensors in targets.values()
-        for name, tensor in tensors
-    }
+    wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in places.items()}
     differing = sorted(n for n in saved.keys() | wanted.keys() if saved.get(n) != wanted.get(n))
     if differing:
         name = differing[0]
@@ -165,32 +164,46 @@ def _check_fits(
             f"{directory} has state_format={manifest.values['state_format']!r}, the model {here!r}",
             path=directory,
         )
+    if manifest.values["frozen"] != frozen_fingerprint(model):
+        raise StoreError(
+            f"{directory} was trained over other frozen weights: load the model that this run "
+            "began with",
+            path=directory,
+        )
+    try:
+        optimizer.check_hyperparameters(manifest.values["optimizer"])
+    except (TypeError, ValueError) as error:
+        raise StoreError(f"{directory} is of another optimizer: {error}", path=directory) from error
 
 
 def _restore(
     directory: Path,
     manifest: Manifest,
-    targets: dict[str, Named],
+    places: dict[str, Tensor],
     model: nn.Module,
     optimizer: AdamW,
 ) -> None:
     engine = engine_of(model)
     engine.synchronize()
-    places = {name: tensor for tensors in targets.values() for name, tensor in tensors}
-    files = [file for file in manifest.files if file.name != _RANDOM]
+    files = [file for file in manifest.files if file.name != RANDOM]
     with torch.no_grad():
         for weights in (True, False):  # writing weights clears the remainders, so those come after
             for file in files:
-                chosen = [e.name for e in file.tensors if e.name.endswith(f".{_WEIGHT}") == weights]
+                chosen = [e.name for e in file.tensors if e.name.endswith(f".{WEIGHT}") == weights]
                 read_tensors(directory, file, ((name, places[name]) for name in chosen))
             if weights:
                 engine.weights_replaced()
     optimizer.resume(manifest.step, manifest.values["optimizer"])
-    _restore_random(directory, manifest)
+    optimizer.num_skipped_steps = manifest.values["num_skipped_steps"]
+    restore_random(dict(_random_states(directory, manifest)), manifest.values["random"])
 
 
-def _restore_random(directory: Path, manifest: Manifest) -> None:
-    random_file = next(file for file in manifest.files if file.name == _RANDOM)
-    states = {e.name: torch.empty(e.shape, dtype=dtype_of(e)) for e in random_file.tensors}
-    read_tensors(directory, random_file, states.items())
-    restore_random(states, manifest.values["random"])
+def _random_states(directory: Path, manifest: Manifest) -> Named:
+    file = next((file for file in manifest.files if file.name == RANDOM), None)
+    if file is None:
+        raise StoreError(f"{directory} has no {RANDOM}", path=directory)
+    if any(entry.num_bytes > _MOST_RANDOM_BYTES for entry in file.tensors):
+        raise StoreError(f"{directory / RANDOM} is too large for random states", path=directory)
+    states = [(e.name, torch.empty(e.shape, dtype=dtype_of(e))) for e in file.tensors]
+    read_tensors(directory, file, states)
+    return states

@@ -1,12 +1,10 @@
 """A file of tensors: ordinary safetensors, each tensor on pages of its own, with a checksum.
 
-Every byte of the file is under a checksum, padding included. Written once and synced; several
-threads write and check pieces at a time.
+Every byte of the file is under a checksum, padding included. Written once and synced.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,23 +17,14 @@ import torch
 from torch import Tensor
 
 from outcore.checkpoint import calls
-from outcore.checkpoint.manifest import Entry, FileEntry
+from outcore.checkpoint.entries import Entry, FileEntry
+from outcore.checkpoint.tensor_types import DTYPES, TYPES
+from outcore.checkpoint.transfer import called, opened, read_all, write_all, written_file
 from outcore.errors import StoreError
 from outcore.kernels.checksum import PAGE_BYTES, Bytes, checksum_pages
-from outcore.store.pieces import OpenFile, failed, read_piece, write_piece
 
 _PIECE_BYTES = 8 << 20
-_NUM_THREADS = 4
-_TYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int16: "I16",
-    torch.uint8: "U8",
-    torch.int64: "I64",
-    torch.int32: "I32",
-}
-_DTYPES = {name: dtype for dtype, name in _TYPES.items()}
+NUM_THREADS = 4  # that read or write pieces of one tensor, while nothing else is done
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +41,16 @@ class Layout:
         fields: dict[str, Any] = {}
         entries, position = [], 0
         for name, tensor in tensors:
+            if tensor.dtype not in TYPES:
+                raise ValueError(f"{name} is {tensor.dtype}, which a checkpoint cannot hold")
             size = tensor.numel() * tensor.itemsize
             shape = tuple(tensor.shape)
-            fields[name] = _field(_TYPES[tensor.dtype], shape, position, size)
+            fields[name] = _field(TYPES[tensor.dtype], shape, position, size)
             pages = -(-size // PAGE_BYTES)
             entries.append(
                 Entry(
                     name=name,
-                    dtype=_TYPES[tensor.dtype],
+                    dtype=TYPES[tensor.dtype],
                     shape=shape,
                     offset=position,
                     num_bytes=size,
@@ -82,29 +73,23 @@ def _field(dtype: str, shape: tuple[int, ...], start: int, size: int) -> dict[st
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + size]}
 
 
-def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> FileEntry:
+def write_tensors(
+    path: Path, tensors: Sequence[tuple[str, Tensor]], *, num_threads: int = NUM_THREADS
+) -> FileEntry:
     """Write a new file, whole and synced; leaves nothing behind if it fails."""
     layout = Layout.of(tensors)
-    try:
-        fd = calls.create(path)
-    except OSError as error:
-        raise failed(error, path=path, verb="create", offset=0, num_bytes=0) from error
-    try:
-        file = OpenFile(path=path, fd=fd, is_direct=False)
-        _call(file, layout.num_bytes, "allocate", calls.allocate, fd, layout.num_bytes)
-        header = _padded(np.frombuffer(layout.header, np.uint8))
-        write_piece(file, header, 0)
-        entries = [
-            replace(entry, checksum=_write(file, entry, tensor))
+    header = np.frombuffer(layout.header, np.uint8)
+
+    def write(fd: int) -> list[Entry]:
+        num_bytes = layout.num_bytes
+        called("allocate", path, lambda: calls.allocate(fd, num_bytes), num_bytes)
+        write_all(path, fd, header, 0)
+        return [
+            replace(entry, checksum=_write(path, fd, entry, tensor, num_threads))
             for entry, (_, tensor) in zip(layout.entries, tensors, strict=True)
         ]
-        _call(file, layout.num_bytes, "sync", calls.sync, fd)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            path.unlink()
-        raise
-    finally:
-        calls.close(fd)
+
+    entries = written_file(path, write)
     return FileEntry(
         name=path.name,
         num_bytes=layout.num_bytes,
@@ -124,59 +109,51 @@ def read_tensors(
     """Read tensors into those given, None to check only; StoreError if a byte is not as written."""
     path = directory / file.name
     entries = {entry.name: entry for entry in file.tensors}
-    try:
-        fd = _open(path)
-    except OSError as error:
-        raise failed(error, path=path, verb="open", offset=0, num_bytes=0) from error
-    try:
-        opened = OpenFile(path=path, fd=fd, is_direct=False)
-        first = min((entry.offset for entry in file.tensors), default=file.num_bytes)
-        header = np.empty(first, np.uint8)
-        read_piece(opened, header, 0)
+    with opened(path) as (fd, num_bytes):
+        if num_bytes != file.num_bytes:  # before memory is taken for any of it
+            raise StoreError(
+                f"{path} has {num_bytes} bytes and was written with {file.num_bytes}", path=path
+            )
+        header = np.empty(file.tensors[0].offset if file.tensors else num_bytes, np.uint8)
+        read_all(path, fd, header, 0)
         if checksum_pages(header) != file.header:
             raise _corrupt(path, 0, "its header")
         for name, target in wanted:
-            _read(opened, entries[name], target)
-    finally:
-        calls.close(fd)
+            _read(path, fd, entries[name], target)
 
 
 def dtype_of(entry: Entry) -> torch.dtype:
-    return _DTYPES[entry.dtype]
+    return DTYPES[entry.dtype]
 
 
-def _open(path: Path) -> int:
-    import os
-
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
-
-
-def _write(file: OpenFile, entry: Entry, tensor: Tensor) -> int:
+def _write(path: Path, fd: int, entry: Entry, tensor: Tensor, num_threads: int) -> int:
     def piece(start: int) -> int:
         data = _bytes_of(tensor, start, min(start + _PIECE_BYTES, entry.num_bytes))
         pages = _padded(data)
-        write_piece(file, pages, entry.offset + start)
+        write_all(path, fd, pages, entry.offset + start)
         return checksum_pages(pages, first_page=start // PAGE_BYTES)
 
-    return _sum_of(piece, entry)
+    return _sum_of(piece, entry, num_threads)
 
 
-def _read(file: OpenFile, entry: Entry, target: Tensor | None) -> None:
+def _read(path: Path, fd: int, entry: Entry, target: Tensor | None) -> None:
     def piece(start: int) -> int:
         size = min(_PIECE_BYTES, entry.num_pages * PAGE_BYTES - start)
         pages = np.empty(size, np.uint8)
-        read_piece(file, pages, entry.offset + start)
+        read_all(path, fd, pages, entry.offset + start)
         if target is not None:
             _put(target, start, pages[: entry.num_bytes - start])
         return checksum_pages(pages, first_page=start // PAGE_BYTES)
 
-    if _sum_of(piece, entry) != entry.checksum:
-        raise _corrupt(file.path, entry.offset, f"tensor {entry.name}")
+    if _sum_of(piece, entry, NUM_THREADS) != entry.checksum:
+        raise _corrupt(path, entry.offset, f"tensor {entry.name}")
 
 
-def _sum_of(piece: Callable[[int], int], entry: Entry) -> int:
+def _sum_of(piece: Callable[[int], int], entry: Entry, num_threads: int) -> int:
     starts = range(0, entry.num_bytes, _PIECE_BYTES)
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+    if num_threads == 1 or len(starts) < 2:
+        return sum(map(piece, starts)) % 2**64
+    with ThreadPoolExecutor(num_threads) as pool:
         return sum(pool.map(piece, starts)) % 2**64
 
 
@@ -196,13 +173,6 @@ def _put(target: Tensor, start: int, data: Bytes) -> None:
 def _padded(data: Bytes) -> Bytes:
     gap = -data.size % PAGE_BYTES
     return np.concatenate([data, np.zeros(gap, np.uint8)]) if gap else data
-
-
-def _call(file: OpenFile, num_bytes: int, verb: str, call: Any, *args: Any) -> None:
-    try:
-        call(*args)
-    except OSError as error:
-        raise failed(error, path=file.path, verb=verb, offset=0, num_bytes=num_bytes) from error
 
 
 def _corrupt(path: Path, offset: int, what: str) -> StoreError:

@@ -29,16 +29,14 @@ _PICKLED_STATE = ("optimizer.pt", "optimizer.bin")
 def save_state(checkpoint: str, model: nn.Module, optimizer: AdamW, scheduler: Any) -> None:
     """Write what the run needs to go on; frozen weights are the model's own and stay out."""
     values = {"scheduler": to_plain(scheduler.state_dict(), "the scheduler's state")}
-    run_state.save(_folder(checkpoint), model, optimizer, values, with_frozen=False)
+    run_state.save(_folder(checkpoint), model, optimizer, values)
 
 
 def load_state(
     checkpoint: str, model: nn.Module, optimizer: AdamW, scheduler: Any, *, is_checked: bool
 ) -> None:
     """Restore weights, optimizer, scheduler and random generators."""
-    resumed = run_state.load(
-        _folder(checkpoint), model, optimizer, with_frozen=False, is_checked=is_checked
-    )
+    resumed = run_state.load(_folder(checkpoint), model, optimizer, is_checked=is_checked)
     assert resumed is not None, "asked for by has_state"
     if scheduler is not None:
         scheduler.load_state_dict(from_plain(resumed.values["scheduler"]))

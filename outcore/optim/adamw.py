@@ -164,9 +164,22 @@ class AdamW(torch.optim.Optimizer):
         """Return each group's values, without its parameters."""
         return [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
 
+    def check_hyperparameters(self, hyperparameters: Sequence[dict[str, Any]]) -> None:
+        """Raise ValueError or TypeError for what ``resume`` could not take."""
+        if len(hyperparameters) != len(self.param_groups):
+            raise ValueError(
+                f"it has {len(hyperparameters)} param groups, and {len(self.param_groups)} are here"
+            )
+        for index, values in enumerate(hyperparameters):
+            if not isinstance(values, dict) or not set(HYPERPARAMETERS) <= values.keys():
+                raise ValueError(f"param group {index} lacks some of {', '.join(HYPERPARAMETERS)}")
+            _check_hyperparameters(**{name: values[name] for name in HYPERPARAMETERS})
+
     def resume(self, num_steps: int, hyperparameters: Sequence[dict[str, Any]]) -> None:
         """Go on from state that was written into ``self.state``, after ``num_steps`` steps."""
+        self.check_hyperparameters(hyperparameters)
         for group, values in zip(self.param_groups, hyperparameters, strict=True):
+            values = {k: v for k, v in values.items() if k != "params"}
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
         self._step = num_steps
         self._backend.state_replaced(self._backend.units)

@@ -32,6 +32,7 @@ from outcore.optim.state import (
     disk_shapes,
 )
 from outcore.optim.state_format import StateFormat
+from outcore.optim.state_readers import StateReaders
 from outcore.optim.updates import (
     MAX_PIECE_ELEMENTS,
     Chunk,
@@ -111,6 +112,7 @@ class OptimizerBackend:
         self._has_settled = False
         self._disk: DiskTensors | None = None
         self._disk_updater: DiskUpdater | None = None
+        self._readers = StateReaders()
         largest = max((unit.layout.trainable_numel for unit in self.units), default=1)
         # Small models get several chunks too: the machinery is the same at every size.
         self.chunks = chunks_of(self.units, min(MAX_CHUNK_ELEMENTS, max(1 << 10, largest // 3)))
@@ -249,6 +251,7 @@ class OptimizerBackend:
         for update in updates:
             unit = update.chunk.unit
             unit.update_queued([*(f for f in unit.pending if not f.is_done), update.weight_ready])
+            self._readers.hold_up(update)
         left = list(updates)
         try:
             self._hand_over(left)
@@ -256,6 +259,9 @@ class OptimizerBackend:
             for update in left:
                 update.fail(error)
             raise
+        finally:
+            for update in updates:
+                self._readers.queued(update)
         if self._waiting is not None:
             self._prefetch()
 
@@ -291,8 +297,20 @@ class OptimizerBackend:
         if self.gradients is not None:
             self.gradients.clear_norms()
 
+    def read_state(self, unit: Unit, read: Callable[[UnitState, list[Fence]], list[Fence]]) -> None:
+        """Let ``read`` submit work that reads a unit's state as the last ``step()`` leaves it.
+
+        It gets the fences to wait for and returns those of its work; the unit's next update waits
+        for these, a forward does not. The calling thread is the one that calls ``step()``.
+        """
+        after = [*self._readers.last_updates(unit), self.compute_fence()]
+        if self._lodgers is not None:
+            after += self._lodgers.send_home(unit)
+        self._readers.read(unit, read(self.states[unit.index], after))
+
     def synchronize(self) -> None:
         """Wait for every update, and bring all state home."""
+        self._readers.block()  # whoever calls this may write to the homes
         if self._queue is not None:
             self._queue.synchronize()
         if self._disk_updater is not None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from outcore.optim.state import UnitState
 from outcore.optim.updates import Chunk, ChunkUpdate
 from outcore.stream.lanes import Fence, Lane
+from outcore.stream.unit import Unit
 
 Scheduled = tuple[Chunk, UnitState]
 
@@ -152,6 +153,14 @@ class Lodgers:
                 fences.append(self._go_home(lodger))
         for fence in fences:
             fence.block()
+
+    def send_home(self, unit: Unit) -> list[Fence]:
+        """Start to copy what is newer here to a unit's home; return when it will be there."""
+        return [
+            self._go_home(lodger)
+            for lodger in self._lodgers.values()
+            if lodger.chunk.unit is unit and lodger.is_ahead
+        ]
 
     def forget(self) -> None:
         """Say that homes were written from outside; what lodges here must be read again."""

@@ -143,7 +143,7 @@ class ChoiceTable:
         )
         host += (ds > 0) * staging
         host += (dw > 0) * float(units.weight_staging_bytes(sizes))
-        host += offloads * self._inputs[recomputing]
+        host += offloads * self._inputs[recomputing] + self.memory.checkpoint_staging_bytes
         if self.is_unified:
             return device + host, np.zeros(len(c)), disk
         return device, host, disk

@@ -41,6 +41,7 @@ def plan(
     frozen_weights: FrozenWeights | None = None,
     micro_batch: int | None = None,
     objective: Literal["speed", "memory"] = "speed",
+    checkpoints: bool = False,
 ) -> Plan:
     """Return where everything would live, and what a step of ``tokens`` would cost.
 
@@ -50,6 +51,9 @@ def plan(
     device_memory, host_memory: budgets such as "24GiB"; None for what is free.
     disk: "/mnt/nvme:500GiB" lets weights and state go there; None: no disk.
     clipping: False for ``AdamW(update_during_backward=True)``.
+    checkpoints: True counts host memory for a copy of all state, so that a checkpoint is written
+        while training goes on. Where there is none, or steps would be more than 5% slower for it,
+        checkpoints are synchronous (``Plan.stages_checkpoints``).
     dtype: None for bf16, or fp32 where the device is a CPU and ``state_format`` allows it.
 
     adapters: a ``peft.LoraConfig`` for a model that is not at hand yet; its base is then frozen.
@@ -86,6 +90,7 @@ def plan(
         micro_batch=micro_batch,
         budgets=budgets,
         objective=objective,
+        checkpoints=checkpoints,
     )
     return make_plan(spec, found, job)
 

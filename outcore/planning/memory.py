@@ -15,7 +15,7 @@ from outcore.planning.cost import input_bytes
 from outcore.planning.device_type import device_type
 from outcore.planning.loss_chunks import chunk_rows
 from outcore.planning.placement import Placement, Units
-from outcore.planning.plan import Budgets, Job
+from outcore.planning.plan import CHECKPOINT_STAGING, Budgets, Job
 from outcore.planning.state_bytes import StateBytes
 
 DEVICE_SLACK = 0.03  # part of the device budget for the allocator's rounding and fragments
@@ -83,6 +83,7 @@ class MemoryModel:
         self._add_weights(placement, add)
         self._add_state(placement, add)
         self._add_activations(placement, add)
+        add("host", CHECKPOINT_STAGING, self.checkpoint_staging_bytes)
         return tiers
 
     def _add_weights(self, placement: Placement, add: _Add) -> None:
@@ -156,6 +157,12 @@ class MemoryModel:
             elif block.activations == "keep":
                 add("device", "kept activations", self._kept[i])
         add("device", "working memory", self._working)
+
+    @property
+    def checkpoint_staging_bytes(self) -> int:
+        """Return what a copy of all weights that are trained, and of their state, takes."""
+        numel = sum(unit.trainable_numel for unit in self.units.units)
+        return int(numel * self._bytes.moved) if self._job.checkpoints else 0
 
     def kept_bytes(self, block: int) -> int:
         """Return what keeping a block's activations takes beyond its input."""

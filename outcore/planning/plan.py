@@ -11,7 +11,19 @@ from typing import Literal
 
 from outcore.timeline import LANES, Span
 
-__all__ = ["LANES", "Activations", "BlockPlan", "Budgets", "Job", "Plan", "Prediction", "Span"]
+CHECKPOINT_STAGING = "checkpoint staging"  # a purpose: a copy of all state, while it is written
+
+__all__ = [
+    "CHECKPOINT_STAGING",
+    "LANES",
+    "Activations",
+    "BlockPlan",
+    "Budgets",
+    "Job",
+    "Plan",
+    "Prediction",
+    "Span",
+]
 
 Tier = Literal["device", "host", "disk"]
 Activations = Literal["keep", "recompute", "offload"]
@@ -45,6 +57,7 @@ class Job:
     micro_batch: int | None = None  # sequences inside a block; None: as the engine picks
     budgets: Budgets = Budgets()
     objective: Literal["speed", "memory"] = "speed"
+    checkpoints: bool = False  # written while training goes on, if the host has memory for a copy
 
     @property
     def sequences(self) -> int:
@@ -100,6 +113,11 @@ class Plan:
         num_kept = sum(block.activations == "keep" for block in self.blocks)
         kept = self.peak_bytes.get("device", {}).get("kept activations")
         return kept // num_kept if kept and num_kept else None
+
+    @property
+    def stages_checkpoints(self) -> bool:
+        """Whether checkpoints are written while training goes on; if not, training waits."""
+        return any(CHECKPOINT_STAGING in purposes for purposes in self.peak_bytes.values())
 
     def tier_bytes(self, tier: str) -> int:
         return sum(self.peak_bytes.get(tier, {}).values())

@@ -209,6 +209,7 @@ _job = _object(
         "micro_batch": _optional(_whole(1)),
         "budgets": _budgets,
         "objective": _one_of(Literal["speed", "memory"]),
+        "checkpoints": _bool,
     },
 )
 _block = _object(BlockPlan, {"weights": _tier, "state": _tier, "activations": _one_of(Activations)})

@@ -9,6 +9,7 @@ those that are simulated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,11 +24,12 @@ from outcore.planning.lanes import COMPUTE
 from outcore.planning.memory import budgets_of
 from outcore.planning.micro_batch import pick_micro_batch
 from outcore.planning.placement import Placement, Units
-from outcore.planning.plan import Job, Plan, Prediction
+from outcore.planning.plan import CHECKPOINT_STAGING, Job, Plan, Prediction
 from outcore.planning.refusal import refuse
 from outcore.planning.simulate import Simulated, simulate
 from outcore.planning.step_size import MOST_TOKENS, too_many
 
+SLOWER_FOR_CHECKPOINTS = 1.05  # for host memory in which a checkpoint waits to be written
 SLOWER_FOR_MEMORY = 1.1  # objective="memory": the least device memory within this of the fastest
 _MOST_SEQUENCES = 1 << 17  # looked at for the tokens that hide everything
 _EQUAL = 0.005  # step times that differ by less are the same; then the plainer choice is taken
@@ -44,11 +46,19 @@ def make_plan(spec: ModelSpec, machine: Machine, job: Job) -> Plan:
     Raises DoesNotFit, with what is missing and the nearest changes that fit, before anything is
     allocated. Of the numbers that are computed with, types and formats, nothing is changed.
     """
+    plan = _search(spec, machine, replace(job, checkpoints=False))
+    if plan is None:
+        limits = budgets_of(machine, job.budgets)
+        raise refuse(job, machine, limits, lambda changed: _needs(spec, machine, changed))
+    return _with_checkpoints(spec, machine, job, plan) if job.checkpoints else plan
+
+
+def _search(spec: ModelSpec, machine: Machine, job: Job) -> Plan | None:
     table = _table(spec, machine, job)
     limits = budgets_of(machine, job.budgets)
     fitting = fitting_choices(table, limits)
     if not len(fitting):
-        raise refuse(job, machine, limits, lambda changed: _needs(spec, machine, changed))
+        return None
     # A disk wears, and what fits without one does not need it.
     without_disk = fitting.where((fitting.last_disk_state == 0) & (fitting.last_disk_weights == 0))
     fitting = without_disk if len(without_disk) else fitting
@@ -56,6 +66,24 @@ def make_plan(spec: ModelSpec, machine: Machine, job: Job) -> Plan:
     if job.objective == "memory":
         best = _leanest(table, fitting, best)
     return _plan(spec, machine, job, table, best[0])
+
+
+def _with_checkpoints(spec: ModelSpec, machine: Machine, job: Job, plain: Plan) -> Plan:
+    """Return the plan with room for a copy of the state, where that costs next to nothing.
+
+    ``plain``: the plan without. Training never waits for a copy that does not fit: checkpoints are
+    then synchronous.
+    """
+    staging = _table(spec, machine, job).memory.checkpoint_staging_bytes
+    tier = "device" if machine.is_unified else "host"
+    if plain.tier_bytes(tier) + staging <= budgets_of(machine, job.budgets)[tier]:
+        purposes = {**plain.peak_bytes.get(tier, {}), CHECKPOINT_STAGING: staging}
+        return replace(plain, job=job, peak_bytes={**plain.peak_bytes, tier: purposes})
+    staged = _search(spec, machine, job)
+    most_s = SLOWER_FOR_CHECKPOINTS * plain.prediction.step_s
+    if staged is not None and staged.prediction.step_s <= most_s:
+        return staged
+    return replace(plain, job=job)
 
 
 def simple_plans(spec: ModelSpec, machine: Machine, job: Job) -> dict[str, Plan]:
@@ -76,7 +104,8 @@ def plan_of(spec: ModelSpec, machine: Machine, job: Job, placement: Placement) -
 
 def fits(spec: ModelSpec, machine: Machine, job: Job) -> bool:
     """Return whether some plan fits."""
-    return bool(len(fitting_choices(_table(spec, machine, job), budgets_of(machine, job.budgets))))
+    table = _table(spec, machine, replace(job, checkpoints=False))
+    return bool(len(fitting_choices(table, budgets_of(machine, job.budgets))))
 
 
 def _table(spec: ModelSpec, machine: Machine, job: Job) -> ChoiceTable:
@@ -218,6 +247,7 @@ def _simple_fitting(table: ChoiceTable, limits: Limits) -> dict[str, Choice]:
 
 def _needs(spec: ModelSpec, machine: Machine, job: Job) -> NDArray[np.int64]:
     """Return what each choice would take in each tier: one row a choice, in the order of TIERS."""
+    job = replace(job, checkpoints=False)  # a plan is never refused for these
     table, limits = _table(spec, machine, job), budgets_of(machine, job.budgets)
     rows = [table.bytes_of(filled(table, limits, slots)) for slots in ([1], [2])]
     return np.concatenate([np.ceil(np.stack(row, axis=1)).astype(np.int64) for row in rows])

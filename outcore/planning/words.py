@@ -164,6 +164,12 @@ def job_sentence(plan: Plan) -> str:
         parts.insert(2, f"frozen weights in {job.frozen_weights}")
     if job.objective == "memory":
         parts.append("least memory")
+    if job.checkpoints:
+        parts.append(
+            "checkpoints while training goes on"
+            if plan.stages_checkpoints
+            else "synchronous checkpoints (no host memory for a copy of the state)"
+        )
     return ", ".join(parts)
 
 

@@ -10,6 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
+from outcore.checkpoint.async_checkpoints import AsyncCheckpoints
+from outcore.checkpoint.folder import CheckpointFolder
 from outcore.machine import machine_named
 from outcore.model_spec import spec_of_model
 from outcore.planning.choices import Choice
@@ -59,6 +61,7 @@ def test_every_purpose_of_every_tier(name: str, clips: bool, tmp_path: Path) -> 
         clips=clips,
         dtype="fp32",
         budgets=Budgets(disk_path=str(tmp_path)),
+        checkpoints=True,
     )
     placement = CHOICES[name].placement(len(spec.blocks), micro_batch=2)
     plan = plan_of(spec, machine_named("h200-pcie5"), job, placement)
@@ -66,6 +69,7 @@ def test_every_purpose_of_every_tier(name: str, clips: bool, tmp_path: Path) -> 
     optimizer = outcore.AdamW(
         model, lr=1e-3, max_grad_norm=1.0 if clips else None, update_during_backward=not clips
     )
+    checkpoints = AsyncCheckpoints(CheckpointFolder(tmp_path / "it"), model, optimizer)
     ids = torch.randint(0, 2048, (4, 64))
     for _ in range(3):
         model(input_ids=ids, labels=ids).loss.backward()
@@ -85,4 +89,5 @@ def test_every_purpose_of_every_tier(name: str, clips: bool, tmp_path: Path) -> 
             planned.pop("block inputs")  # in passing there, and not in the books
             found.pop("block inputs")
         assert found == pytest.approx(planned, rel=0.02), tier.tier
+    checkpoints.close()
     outcore.release(model)
