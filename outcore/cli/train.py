@@ -38,9 +38,9 @@ def train_command(
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR|SHAPE",
-            help="A Hugging Face directory (safetensors), or the name of a shape such as "
-            "smollm2-135m, which gets random weights.",
+            metavar="DIR|ID|SHAPE",
+            help="A Hugging Face directory (safetensors), an id of the Hub, or the name of a shape "
+            "such as smollm2-135m, which gets random weights.",
         ),
     ] = None,
     data: Annotated[
@@ -101,6 +101,10 @@ def train_command(
     lora_dropout: Annotated[float | None, _option("Dropout before them (0).", _LORA)] = None,
     lora_targets: Annotated[
         list[str] | None, _option("Layers that get one (every linear layer).", _LORA)
+    ] = None,
+    frozen_weights: Annotated[
+        str | None,
+        _option("int8 or int4: the base packed, expanded on the device (as it is).", _LORA),
     ] = None,
     row_format: Annotated[
         str | None,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import outcore
 from outcore.checkpoint import run_state
+from outcore.checkpoint.async_checkpoints import AsyncCheckpoints
 from outcore.checkpoint.folder import CheckpointFolder
 from outcore.engine.offload import engine_of
 from outcore.engine.run_record import RunRecord
@@ -42,6 +43,7 @@ _RECORDED_STEPS = (3, 6)  # of this process: the first ones compile and fill cac
 
 def train(settings: TrainSettings, display: Display) -> TrainResult:
     """Train as told; a signal ends it after the step in hand, with a checkpoint."""
+    settings = subject.resolved(settings)
     config = subject.config_of(settings)
     settings = with_seq_len(settings, subject.longest_sequence(config))
     folder = _folder(settings)
@@ -109,6 +111,7 @@ class _Run:
         )
         self.flops = plan.prediction.tflops * 1e12 * plan.prediction.step_s
         self.objective: Objective
+        self.checkpoints: AsyncCheckpoints
         self.step = 0
         self.saved_step: int | None = None
         self.best: float | None = None
@@ -121,6 +124,11 @@ class _Run:
             self.settings, self.corpus, self.model, self.display.reference
         )
         self._resume()
+        self.checkpoints = AsyncCheckpoints(self.folder, self.model, self.optimizer)
+        with contextlib.closing(self.checkpoints):
+            return self._train()
+
+    def _train(self) -> TrainResult:
         start_s = time.perf_counter()
         evaluated: Evaluated | None = None
         metrics = Metrics(
@@ -128,10 +136,12 @@ class _Run:
         )
         with contextlib.closing(metrics), StopRequest(self.display.stopping) as stop:
             self._steps(metrics, stop)
-            if self.step == self.corpus.num_steps:
+            if self._is_done:
                 evaluated = self._evaluate(metrics)
             self._save()
-        if self.step == self.corpus.num_steps:
+            with self.display.saving(self.folder.directory(self.step)):
+                self.checkpoints.wait()
+        if self._is_done:
             with self.display.saving(self.output):
                 self.model.save_pretrained(self.output)
                 self.tokenizer.save_pretrained(self.output)
@@ -212,10 +222,10 @@ class _Run:
         return found
 
     def _save(self) -> None:
+        """Begin a checkpoint; training goes on while it is written, where there is room."""
         if self.saved_step == self.step:
             return
-        with self.display.saving(self.folder.directory(self.step)):
-            run_state.save(self.folder, self.model, self.optimizer, self._values())
+        self.checkpoints.begin(self._values())
         self.saved_step = self.step
 
     def _values(self) -> dict[str, Any]:

@@ -54,6 +54,7 @@ class TrainSettings:
     lora_alpha: float | None = None  # 2 * rank
     lora_dropout: float = 0.0
     lora_targets: tuple[str, ...] | None = None  # None: every linear layer of the blocks
+    frozen_weights: Literal["int8", "int4"] | None = None  # of the base; None: as they are
 
     # The data.
     row_format: RowFormat | None = None
@@ -100,6 +101,8 @@ class TrainSettings:
             if getattr(self, name) not in get_args(kind):
                 choices = ", ".join(get_args(kind))
                 raise ValueError(f"{name} must be one of {choices}, not {getattr(self, name)!r}")
+        if self.frozen_weights is not None and not self.lora:
+            raise ValueError("frozen_weights is for the frozen base of LoRA: add --lora")
         if self.held_out and self.eval_data:
             raise ValueError("held_out takes a part of the data, eval_data a file: give one")
         if self.eval_every is not None and not (self.held_out or self.eval_data):

@@ -14,22 +14,29 @@ from torch import nn
 import outcore
 from outcore.machine import here
 from outcore.model_config import read_config
-from outcore.model_spec import auto_class
+from outcore.model_directory import model_directory
 from outcore.planning.plan import Plan
 from outcore.shapes import shape_config, shape_names
 from outcore.train.settings import TrainSettings
 
 
+def resolved(settings: TrainSettings) -> TrainSettings:
+    """Return the settings with the directory of a model that was named by its id on the Hub."""
+    if settings.model in shape_names():
+        return settings
+    return replace(settings, model=str(model_directory(settings.model)))
+
+
 def config_of(settings: TrainSettings) -> Any:
     """Return the model's configuration; ValueError says what is neither directory nor shape."""
-    directory = Path(settings.model).expanduser()
+    directory = Path(settings.model)
     if (directory / "config.json").is_file():
         return read_config(directory / "config.json")
     if settings.model in shape_names():
         return shape_config(settings.model)
     raise ValueError(
-        f"{settings.model!r} is neither a Hugging Face directory (with a config.json) nor a shape. "
-        f"For a model of the hub: hf download {settings.model} --local-dir DIR, then name DIR."
+        f"{settings.model!r} is neither a Hugging Face directory (with a config.json), nor an id "
+        "of the Hub (org/name), nor a shape"
     )
 
 
@@ -69,7 +76,7 @@ def plan_for(
     if device.type == "cpu":  # it copies like any other, though the memory is one
         machine = replace(machine, is_unified=False)
     return outcore.plan(
-        on_meta(settings, config),
+        config,
         tokens=sequences * settings.seq_len,
         seq_len=settings.seq_len,
         machine=machine,
@@ -79,37 +86,45 @@ def plan_for(
         clipping=settings.clips,
         dtype=_dtype(settings, device),
         state_format=settings.state_format,
+        adapters=adapters_of(settings),
+        frozen_weights=settings.frozen_weights,
         micro_batch=settings.micro_batch,
+        checkpoints=settings.save_every is not None,
     )
 
 
-def on_meta(settings: TrainSettings, config: Any) -> nn.Module:
-    """Return the model without values, with adapters where it has some."""
-    with torch.device("meta"):
-        model: nn.Module = auto_class(config).from_config(config)
-        return _with_adapters(model, settings) if settings.lora else model
-
-
 def make_model(settings: TrainSettings, plan: Plan) -> Any:
-    """Return the model in the homes of the plan."""
+    """Return the model in the homes of the plan, filled unit by unit."""
     torch.manual_seed(settings.seed)
-    device = _device(settings)
-    directory = Path(settings.model).expanduser()
-    if settings.lora:
-        config = config_of(settings)
-        if directory.is_dir():
-            model = auto_class(config).from_pretrained(
-                directory, config=config, use_safetensors=True, dtype=_dtype(settings, device)
-            )
-        else:
-            model = auto_class(config).from_config(config, dtype=_dtype(settings, device))
-        model = outcore.offload(_with_adapters(model, settings), plan=plan, device=device)
-    elif directory.is_dir():
-        model = outcore.load(directory, plan=plan, device=device)
+    options: dict[str, Any] = {
+        "plan": plan,
+        "device": _device(settings),
+        "adapters": adapters_of(settings),
+    }
+    if Path(settings.model).is_dir():
+        model = outcore.load(settings.model, **options)
     else:
-        model = outcore.from_config(config_of(settings), plan=plan, device=device)
+        model = outcore.from_config(config_of(settings), **options)
     model.train()
     return model
+
+
+def adapters_of(settings: TrainSettings) -> Any:
+    """Return PEFT's configuration of the adapters; None where all parameters are trained."""
+    if not settings.lora:
+        return None
+    try:
+        peft: Any = import_module("peft")
+    except ImportError:
+        raise ValueError("LoRA needs PEFT: pip install peft") from None
+    targets = settings.lora_targets
+    return peft.LoraConfig(
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha or 2 * settings.lora_rank,
+        lora_dropout=settings.lora_dropout,
+        target_modules=list(targets) if targets else "all-linear",
+        task_type="CAUSAL_LM",
+    )
 
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> outcore.AdamW:
@@ -129,23 +144,6 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> outcore.AdamW:
         update_during_backward=not settings.clips,
         rounding_seed=settings.seed,
     )
-
-
-def _with_adapters(model: nn.Module, settings: TrainSettings) -> nn.Module:
-    try:
-        peft: Any = import_module("peft")
-    except ImportError:
-        raise ValueError("LoRA needs PEFT: pip install peft") from None
-    targets = settings.lora_targets
-    adapters = peft.LoraConfig(
-        r=settings.lora_rank,
-        lora_alpha=settings.lora_alpha or 2 * settings.lora_rank,
-        lora_dropout=settings.lora_dropout,
-        target_modules=list(targets) if targets else "all-linear",
-        task_type="CAUSAL_LM",
-    )
-    wrapped: nn.Module = peft.get_peft_model(model, adapters)
-    return wrapped
 
 
 def _device(settings: TrainSettings) -> torch.device:

@@ -75,7 +75,7 @@ def test_a_run_ends_as_a_hugging_face_directory(files: Files) -> None:
     assert [line["step"] for line in evaluated] == [4, 8, 12]
     assert evaluated[-1]["loss"] < evaluated[0]["loss"]
     assert result.eval_loss == pytest.approx(evaluated[-1]["loss"])
-    steps = sorted(entry.name for entry in (output / "checkpoints").iterdir())
+    steps = sorted(entry.name for entry in (output / "checkpoints").glob("[!.]*"))
     assert steps == ["best", "step-000000010", "step-000000012"]
     page = (output / "report.html").read_text()
     assert "held out" in page
@@ -146,9 +146,12 @@ def test_placements_have_the_same_bits(files: Files) -> None:
     assert same(outputs[0], outputs[2])
 
 
-def test_adapters_in_pefts_format(files: Files) -> None:
+@pytest.mark.parametrize("frozen_weights", [None, "int4"])
+def test_adapters_in_pefts_format(files: Files, frozen_weights: str | None) -> None:
     peft = pytest.importorskip("peft")
-    settings = files.settings(lora=True, lora_rank=4, max_steps=10, lr=1e-2)
+    settings = files.settings(
+        lora=True, lora_rank=4, max_steps=10, lr=1e-2, frozen_weights=frozen_weights
+    )
     train(settings, quiet())
     output = Path(settings.output)
     assert (output / "adapter_config.json").is_file()

@@ -35,6 +35,7 @@ def test_the_learning_rate_is_that_of_the_method() -> None:
         ({"eval_every": 5}, "needs something to evaluate on"),
         ({"seq_len": 512, "tokens_per_step": 256}, "less than one sequence"),
         ({"keep": 0}, "keep must be at least 1"),
+        ({"frozen_weights": "int4"}, "add --lora"),
     ],
 )
 def test_what_is_refused(changes: dict[str, object], message: str) -> None:
