@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from train_files import Files, write_chats
+from train_files import Files, write_chats, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outcore.errors import BadRow, DoesNotFit, StoreError
@@ -149,13 +149,19 @@ def test_placements_have_the_same_bits(files: Files) -> None:
 @pytest.mark.parametrize("frozen_weights", [None, "int4"])
 def test_adapters_in_pefts_format(files: Files, frozen_weights: str | None) -> None:
     peft = pytest.importorskip("peft")
+    model_directory = write_model(files.folder / "model", hidden_size=128)
     settings = files.settings(
-        lora=True, lora_rank=4, max_steps=10, lr=1e-2, frozen_weights=frozen_weights
+        model=str(model_directory),
+        lora=True,
+        lora_rank=4,
+        max_steps=10,
+        lr=1e-2,
+        frozen_weights=frozen_weights,
     )
     train(settings, quiet())
     output = Path(settings.output)
     assert (output / "adapter_config.json").is_file()
-    base = AutoModelForCausalLM.from_pretrained(files.model)
+    base = AutoModelForCausalLM.from_pretrained(model_directory)
     model = peft.PeftModel.from_pretrained(base, output)
     moved = [p for n, p in model.named_parameters() if "lora_B" in n]
     assert moved

@@ -40,13 +40,13 @@ class Files:
         return TrainSettings(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, hidden_size: int = 32) -> Path:
     torch.manual_seed(0)
     tokenizer = make_tokenizer(CHATML)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=hidden_size,
+        intermediate_size=2 * hidden_size,
         num_hidden_layers=3,
         num_attention_heads=4,
         max_position_embeddings=64,
