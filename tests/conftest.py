@@ -26,6 +26,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def one_torch_thread() -> Iterator[None]:
     """Tiny models lose more to the waiting of idle OpenMP threads than they gain from them."""
+    yield from _with_one_torch_thread()
+
+
+@pytest.fixture(scope="module")
+def one_torch_thread_in_module() -> Iterator[None]:
+    """The same for what a whole module shares: other threads add up in another order."""
+    yield from _with_one_torch_thread()
+
+
+def _with_one_torch_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -22,3 +22,8 @@ def _libraries_are_no_garbage() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _tiny_models(one_torch_thread: None, closed_engines: None) -> None:
     pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _as_in_the_tests(one_torch_thread_in_module: None) -> None:
+    pass
