@@ -67,7 +67,7 @@ SETTINGS = {
         plan={"state_format": "minimal"},
     ),
     "8b-long": LONG,
-    "8b-longest": replace(LONG, seq_len=73_728),
+    "8b-longest": replace(LONG, seq_len=106_496),
     "3b-disk": Setting(
         shape="qwen2.5-3b",
         clips=False,
