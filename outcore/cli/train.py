@@ -266,6 +266,8 @@ def _demo(console: Console, json_file: str | None, given: dict[str, Any]) -> Non
     from outcore.units import format_bytes
 
     device = given.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu":  # products this small lose more to idle threads than they gain
+        torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="outcore-demo-") as folder:
         job = demo.make_demo(
             Path(folder),

@@ -39,16 +39,18 @@ class DemoSize:
     lr: float
     num_steps: int
     micro_batch: int | None = None
+    num_rows: int = 12
 
 
 SIZES = {
     "cpu": DemoSize(
         hidden_size=128,
         num_layers=6,
-        device_memory="11MiB",
+        device_memory="11.5MiB",
         lr=1.5e-3,
-        num_steps=500,
-        micro_batch=2,
+        num_steps=650,
+        micro_batch=3,
+        num_rows=6,
     ),
     # CUDA's own buffers would not fit into the budget above, so model and budget are larger.
     "cuda": DemoSize(
@@ -114,7 +116,7 @@ def make_demo(folder: Path, *, device: str, seed: int = 0, num_steps: int | None
         data=(str(folder / "sums.jsonl"),),
         output=str(folder / "trained"),
         max_steps=num_steps or size.num_steps,
-        tokens_per_step=12 * SEQ_LEN,
+        tokens_per_step=size.num_rows * SEQ_LEN,
         micro_batch=size.micro_batch,
         seq_len=SEQ_LEN,
         lr=size.lr,
