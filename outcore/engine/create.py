@@ -6,6 +6,7 @@ unit's values are made or read only when its home is ready.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,8 @@ def load(
     if adapters is not None:
         model = with_adapters(base, adapters)
     checked, plan = resolved or resolve_options(model, **options)
-    model = offload_from(model, checked, source=stored, plan=plan)
+    with contextlib.closing(files):
+        model = offload_from(model, checked, source=stored, plan=plan)
     _fill_meta_buffers(base, checked.device)
     files.load_buffers(base)
     if (path / "generation_config.json").is_file():
@@ -114,7 +116,7 @@ class _Stored:
         return any(self._files.is_wider_than_bf16(name) for name in self._stored(part).values())
 
     def values(self, part: Part) -> dict[str, Tensor]:
-        return {name: self._files.tensor(stored) for name, stored in self._stored(part).items()}
+        return self._files.tensors(self._stored(part))
 
     def _stored(self, part: Part) -> dict[str, str]:
         return {name: self._names[id(p)] for name, p in part.parameters.items() if p.is_meta}
