@@ -1,5 +1,6 @@
 """Shared by all tests: GPU tests are skipped without a GPU, and no test leaves a thread behind."""
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -33,6 +34,15 @@ def one_torch_thread() -> Iterator[None]:
 def one_torch_thread_in_module() -> Iterator[None]:
     """The same for what a whole module shares: other threads add up in another order."""
     yield from _with_one_torch_thread()
+
+
+@pytest.fixture(scope="module")
+def imports_are_no_garbage() -> Iterator[None]:
+    """offload collects garbage; going through all that was imported would take most of its time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def _with_one_torch_thread() -> Iterator[None]:

@@ -2,7 +2,8 @@
 
 Not by multiprocessing: a forked process inherits locks that threads of torch or of tokenizers held,
 and a spawned one runs the caller's script again. These are programs of their own that read work
-from a pipe, and end when the pipe does.
+from a pipe, and end when the pipe does. What goes through the pipe is pickled, by this process and
+its own children alone: no file and nobody else can bring a pickle here.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 _CACHE_TAG = "outcore-read-back-barrier"
-_synced = "_outcore_synced_stores"
+_SYNCED = "_outcore_synced_stores"
 
 
 def install() -> bool:
@@ -40,7 +40,7 @@ def _mended(load: Any) -> Any:
     @functools.wraps(load)
     def load_behind_barrier(kernel: Any, name: str, index: Any) -> Any:
         stored = getattr(kernel.cse, "invalidated_stores", ())  # in a loop that has ended
-        synced = kernel.__dict__.setdefault(_synced, set())
+        synced = kernel.__dict__.setdefault(_SYNCED, set())
         if name in stored and name not in synced:
             kernel.body.writeline("tl.debug_barrier()")  # between that loop and the next
             synced.update(stored)

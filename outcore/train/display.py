@@ -105,9 +105,10 @@ class Display:
         yield
 
     def evaluated(self, step: int, found: Evaluated) -> None:
+        perplexity = "" if found.perplexity is None else f", perplexity {found.perplexity:.2f}"
         self.message(
-            f"step {step}: held-out loss {found.loss:.4f}, perplexity {found.perplexity:.2f} "
-            f"(over {found.count:,})"
+            f"step {step}: held-out loss {found.loss:.4f}{perplexity} "
+            f"(over {found.count:,} {found.counts})"
         )
 
     @contextlib.contextmanager

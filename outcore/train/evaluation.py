@@ -16,14 +16,16 @@ from outcore.train.preference import evaluating
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """A loss, in nats a token or of a pair, and its exponential."""
+    """A held-out loss, and over how many tokens or pairs it is a mean."""
 
     loss: float
-    count: int  # tokens or pairs
+    count: int
+    counts: str
 
     @property
-    def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0))
+    def perplexity(self) -> float | None:
+        """Of tokens; pairs have none."""
+        return math.exp(min(self.loss, 700.0)) if self.counts == "tokens" else None
 
 
 @torch.no_grad()
@@ -38,4 +40,4 @@ def evaluate(model: Any, batches: Batches, objective: Objective) -> Evaluated:
             if size:
                 total += float(loss) * size
                 count += size
-    return Evaluated(loss=total / max(1, count), count=count)
+    return Evaluated(loss=total / max(1, count), count=count, counts=objective.counts)

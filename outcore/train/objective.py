@@ -26,6 +26,8 @@ HELD_OUT_REFERENCE = "reference-held-out.safetensors"
 class Objective(Protocol):
     """From a batch on the device to a loss."""
 
+    counts: str  # what a held-out loss is a mean over: "tokens" or "pairs"
+
     def loss(self, model: Any, batch: Batch, number: int) -> Tensor:
         """Return the loss of the ``number``-th training batch."""
 
@@ -35,6 +37,8 @@ class Objective(Protocol):
 
 class NextToken:
     """The model's own loss: the mean over the tokens that count."""
+
+    counts = "tokens"
 
     def loss(self, model: Any, batch: Batch, number: int) -> Tensor:
         loss: Tensor = model(**batch).loss
@@ -47,6 +51,8 @@ class NextToken:
 
 class Preference:
     """DPO; evaluation has a reference of its own."""
+
+    counts = "pairs"
 
     def __init__(self, training: Reference, held_out: Reference | None, beta: float) -> None:
         self._training = training

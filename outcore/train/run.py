@@ -213,7 +213,8 @@ class _Run:
             return None
         with self.display.evaluating():
             found = evaluate(self.model, self.corpus.evaluation(), self.objective)
-        metrics.add("eval", self.step, loss=found.loss, perplexity=found.perplexity)
+        figures = {"loss": found.loss, "perplexity": found.perplexity}
+        metrics.add("eval", self.step, **{k: v for k, v in figures.items() if v is not None})
         self.display.evaluated(self.step, found)
         if self.settings.eval_every and (self.best is None or found.loss < self.best):
             self.best = found.loss

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers_made_here import make_tokenizer
+from cached_rows import ROWS
+from tokenizers_made_here import make_tokenizer, write_jsonl
 
+from outcore.data import raw_rows
 from outcore.data.encode import EncodeOptions
 from outcore.data.token_cache import TokenCache
 from outcore.data.tokenize import tokenize
@@ -32,3 +34,13 @@ def make_cache(tmp_path: Path, tokenizer: Any) -> Make:
         )
 
     return make
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_jsonl(tmp_path / "a.jsonl", ROWS)
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw_rows, "_BATCH_ROWS", 7)

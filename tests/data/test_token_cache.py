@@ -1,4 +1,4 @@
-"""The cache: the same bytes for any number of workers, whole or rebuilt, never wrong."""
+"""The cache: made once, whole or rebuilt, never wrong."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cached_rows import ROWS, cache_files
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers_made_here import (
     CHATML,
-    FORGETFUL,
     chat,
     documents,
     make_tokenizer,
@@ -29,23 +29,10 @@ from tokenizers_made_here import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from outcore.data import durable_files, raw_rows
+from outcore.data import durable_files
 from outcore.data.cache_format import DOCUMENT
-from outcore.data.encode import EncodeOptions
 from outcore.data.tokenize import Progress, tokenize
-from outcore.errors import BadRow, LaneError, StoreError, UnsupportedTemplate
-
-ROWS = [{"text": f"the cat {number} " * (number % 7 + 1)} for number in range(100)]
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_jsonl(tmp_path / "a.jsonl", ROWS)
-
-
-@pytest.fixture
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw_rows, "_BATCH_ROWS", 7)
+from outcore.errors import StoreError
 
 
 class Counter:
@@ -62,102 +49,9 @@ class Counter:
         return sum(one.num_bytes == one.total_bytes for one in self.seen)
 
 
-def cache_files(cache_dir: Path) -> dict[str, bytes]:
-    """What is in the only cache of a directory, by kind of file."""
-    (directory,) = cache_dir.iterdir()
-    return {
-        path.name.split("-")[0]: path.read_bytes()
-        for path in directory.iterdir()
-        if path.name != "manifest.json"
-    }
-
-
 def file_of(cache_dir: Path, kind: str) -> Path:
     (path,) = cache_dir.glob(f"*/{kind}*")
     return path
-
-
-@pytest.mark.usefixtures("small_batches")
-def test_any_number_of_workers_gives_the_same_bytes(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(CHATML)
-    rows = [{"messages": chat("hi " * (n % 5 + 1), f"number {n}")} for n in range(60)]
-    rows[31] = {"messages": []}
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
-    options = EncodeOptions(on_bad_row="skip")
-    reports = []
-    for num_workers in (1, 3):
-        cache = tokenize(
-            path,
-            tokenizer,
-            cache_dir=tmp_path / str(num_workers),
-            num_workers=num_workers,
-            options=options,
-        )
-        reports.append((cache.report, cache.checksum))
-    assert reports[0] == reports[1]
-    files = cache_files(tmp_path / "1")
-    assert len(files) == 3
-    assert all(files.values())
-    assert files == cache_files(tmp_path / "3")
-
-
-@pytest.mark.usefixtures("small_batches")
-def test_errors_of_other_processes_arrive_whole(tmp_path: Path, make_cache: Any) -> None:
-    bad = write_jsonl(tmp_path / "a.jsonl", [*ROWS[:50], {"text": 1}, {"text": 2}, *ROWS])
-    with pytest.raises(BadRow, match="text must be text") as caught:
-        make_cache(bad, num_workers=2)
-    assert (caught.value.path, caught.value.line) == (str(bad), 51)
-    chats = write_jsonl(tmp_path / "b.jsonl", [{"messages": chat("a", "b", "c", "d")}])
-    with pytest.raises(UnsupportedTemplate, match="turn 2 of 4"):
-        make_cache(chats, using=make_tokenizer(FORGETFUL), num_workers=2)
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
-class Noisy:
-    """Writes to the standard output of whatever process it is unpickled in."""
-
-    def __reduce__(self) -> Any:
-        return os.write, (1, b"a library says hello\n")
-
-
-def test_what_a_worker_prints_is_no_answer(tmp_path: Path, source: Path) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.noisy = Noisy()
-    cache = tokenize(source, tokenizer, cache_dir=tmp_path / "cache", num_workers=2)
-    assert len(documents(cache)) == 100
-
-
-def test_a_script_without_a_main_guard(tmp_path: Path, source: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"import sys; sys.path[:0] = {sys.path!r}\n"
-        "from tokenizers_made_here import make_tokenizer\n"
-        "from outcore.data.tokenize import tokenize\n"
-        f"cache = tokenize({str(source)!r}, make_tokenizer(),"
-        f" cache_dir={str(tmp_path / 'cache')!r}, num_workers=2)\n"
-        "print(cache.num_examples)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "100\n"), done.stderr
-
-
-class Deadly:
-    """Ends whatever process it is unpickled in."""
-
-    def __reduce__(self) -> Any:
-        return os._exit, (3,)
-
-
-@pytest.mark.usefixtures("small_batches")
-def test_a_worker_that_dies(tmp_path: Path, source: Path) -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.deadly = Deadly()
-    with pytest.raises(LaneError, match="has died"):
-        tokenize(source, tokenizer, cache_dir=tmp_path / "cache", num_workers=2)
-    assert list((tmp_path / "cache").iterdir()) == []
-    assert not [thread for thread in threading.enumerate() if "tokenize" in thread.name]
 
 
 def test_it_is_made_once(source: Path, tmp_path: Path, tokenizer: Any) -> None:

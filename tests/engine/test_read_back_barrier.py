@@ -45,28 +45,33 @@ def test_installed_once_and_in_the_caches_key(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_compiled_norm_behind_a_rotation_waits() -> None:
+def test_a_compiled_norm_before_a_rotation_waits() -> None:
     """Gemma 3's queries: the gradient is stored for the norm's weight and read for the rest."""
     from torch._inductor.utils import run_and_get_code
 
-    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def rotated_norm(x: torch.Tensor, weight: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         wide = x.float()
         scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return (scaled * (1 + weight.float())).to(x.dtype)
+        normed = (scaled * (1 + weight.float())).to(x.dtype)
+        left, right = normed.chunk(2, -1)
+        return normed * angles.cos() + torch.cat((-right, left), -1) * angles.sin()
 
     read_back_barrier.install()
-    x = torch.randn(1024, 8192, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(8192, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.manual_seed(0)
+    options = {"device": "cuda", "dtype": torch.bfloat16}
+    x = torch.randn(2, 128, 4, 256, **options, requires_grad=True)
+    weight = torch.randn(256, **options, requires_grad=True)
+    angles, grad = torch.randn(1, 128, 1, 256, **options), torch.randn(2, 128, 4, 256, **options)
+    compiled = torch.compile(rotated_norm, dynamic=False)
 
     def train() -> tuple[torch.Tensor, ...]:
-        y = torch.compile(norm, dynamic=False)(x, weight)
-        return torch.autograd.grad(y.square().sum(), (x, weight))
+        return torch.autograd.grad(compiled(x, weight, angles), (x, weight), grad)
 
     first, codes = run_and_get_code(train)
-    # Wherever a kernel loads from one of its outputs, a barrier is in it.
-    for kernel in "\n".join(codes).split("@triton.jit")[1:]:
-        if "tl.load(out_ptr" in kernel:
-            assert "tl.debug_barrier()" in kernel
-    for _ in range(20):
+    kernels = "\n".join(codes).split("@triton.jit")[1:]
+    reading_back = [kernel for kernel in kernels if "tl.load(out_ptr" in kernel]
+    assert all("tl.debug_barrier()" in kernel for kernel in reading_back)
+    for _ in range(50):
         assert all(torch.equal(a, b) for a, b in zip(first, train(), strict=True))
+    if not reading_back:
+        pytest.skip("this torch compiles it to kernels that read nothing back")

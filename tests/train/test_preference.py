@@ -98,6 +98,8 @@ def test_a_model_comes_to_prefer_what_was_chosen(files: Files, pairs: Path, lora
     assert taken[0] == pytest.approx(0.6931, abs=0.1)
     assert sum(taken[-3:]) / 3 < 0.4
     assert losses(settings.output, "eval")[-1] < 0.6
+    lines = read_metrics(Path(settings.output))
+    assert not any("perplexity" in line for line in lines)  # a preference has none
     assert (Path(settings.output) / "reference.safetensors").exists() is not lora
 
 
