@@ -4,15 +4,19 @@ The engine takes one batch of random tokens again and again (`outcore bench trai
 `outcore train` reads, packs and shuffles real files, shows and writes figures, and steps. Each runs
 in a process of its own. Steps are counted from the fifth on.
 
-    python benchmarks/train_command.py --json FILE [--shape qwen2.5-7b] [--data FILE]
+    python benchmarks/train_command.py --json FILE [--shape qwen2.5-7b] [--data FILE] [--checkpoint]
 
-Without --data the sources of Python's standard library are the text.
+Without --data the sources of Python's standard library are the text. With --checkpoint the model is
+written to disk first, and what the page cache has of it is dropped: the command then loads it, and
+the seconds to the end of its first step count the whole of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import statistics
 import subprocess
 import sys
@@ -38,15 +42,19 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--checkpoint", action="store_true", help="load the model from disk")
     arguments = parser.parse_args()
     engine = run_engine(arguments)
     with tempfile.TemporaryDirectory() as folder:
+        if arguments.checkpoint:
+            write_checkpoint(arguments.shape, Path(folder) / "model")
         command = run_command(arguments, Path(folder))
     report = {"machine": machine_facts(), "engine": engine, "train": command}
     arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     ratio = command["step_s"] / engine["step_s"]
     print(f"engine {engine['step_s']:.3f} s a step, outcore train {command['step_s']:.3f} s")
     print(f"outcore train takes {ratio - 1:+.1%}; waits for data {command['data_wait_s']:.4f} s")
+    print(f"from the command to the end of its first step: {command['first_step_after_s']:.1f} s")
 
 
 def run_engine(arguments: Any) -> dict[str, Any]:
@@ -71,19 +79,24 @@ def run_engine(arguments: Any) -> dict[str, Any]:
 def run_command(arguments: Any, folder: Path) -> dict[str, Any]:
     text = arguments.data or write_text(folder / "text.txt")
     write_tokenizer(folder / "tokenizer", text)
+    model = str(folder / "model") if arguments.checkpoint else arguments.shape
     command = [
-        *(sys.executable, "-m", "outcore", "train", "--model", arguments.shape),
+        *(sys.executable, "-m", "outcore", "train", "--model", model),
         *("--tokenizer", str(folder / "tokenizer"), "--data", str(text)),
         *("--output", str(folder / "out"), "--max-steps", str(arguments.steps)),
         *("--seq-len", str(arguments.seq_len), "--no-tensorboard", "--log-every", "1"),
+        *("--keep", "0"),  # a checkpoint of a 7B model takes 91 GB, which not every disk has
         *("--tokens-per-step", str(arguments.sequences * arguments.seq_len), "--lr", "1e-6"),
     ]
-    start = time.perf_counter()
+    start, first_step_after_s = time.perf_counter(), math.nan
     # Of a run that is this short only the steps count: it is ended before it writes its state.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            print(line, end="")
+            after_s = time.perf_counter() - start
+            print(f"{after_s:6.1f} s  {line}", end="")
+            if "step 1/" in line:  # told when the second has been given to the device
+                first_step_after_s = after_s
             if f"step {arguments.steps}/" in line:
                 process.kill()
     lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").open()]
@@ -93,8 +106,26 @@ def run_command(arguments: Any, folder: Path) -> dict[str, Any]:
         "step_s": statistics.mean(line["step_s"] for line in counted),
         "all_step_s": [line["step_s"] for line in counted],
         "tflops": statistics.mean(line["tflops"] for line in counted),
+        "first_step_after_s": first_step_after_s,
         "data_wait_s": statistics.mean(line["data_wait_s"] for line in counted),
     }
+
+
+def write_checkpoint(shape: str, folder: Path) -> None:
+    """Write random weights of the shape, in a process whose memory is given back."""
+    lines = (
+        "import sys, torch, outcore",
+        "from outcore.shapes import shape_config",
+        "device = 'cuda' if torch.cuda.is_available() else 'cpu'",
+        "config = shape_config(sys.argv[1])",
+        "model = outcore.from_config(config, device=device, dtype=torch.bfloat16)",
+        "model.save_pretrained(sys.argv[2])",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines), shape, str(folder)], check=True)
+    os.sync()  # only what is on the disk can leave the page cache
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def write_text(path: Path) -> Path:

@@ -196,6 +196,7 @@ class CheckpointFolder:
         if num_bytes + _MARGIN_BYTES > free:
             raise StoreError(
                 f"{self.path}: a checkpoint takes {format_bytes(num_bytes)}, "
-                f"{format_bytes(free)} are free there. Free space, or keep fewer checkpoints.",
+                f"{format_bytes(free)} are free there. Free space, or keep fewer checkpoints "
+                "(`outcore train --keep 0` writes none).",
                 path=self.path,
             )

@@ -144,7 +144,7 @@ def train_command(
     save_every: Annotated[
         int | None, _option("Steps (at the end, and when asked to stop).", _SAVING)
     ] = None,
-    keep: Annotated[int | None, _option("Checkpoints that are kept (2).", _SAVING)] = None,
+    keep: Annotated[int | None, _option("Checkpoints that are kept (2); 0 writes none.", _SAVING)] = None,
     log_every: Annotated[
         int | None, _option("Steps a line, where nobody watches (10).", _SAVING)
     ] = None,
@@ -239,9 +239,9 @@ def _tell(console: Console, result: TrainResult) -> None:
             f"in {where}, the report in {where}/report.html"
         )
     else:
+        what_next = "--resume goes on from there" if result.is_resumable else "the model is written"
         console.print(
-            f"[bold]stopped[/] after step {result.step:,} of {result.num_steps:,}; "
-            "--resume goes on from there"
+            f"[bold]stopped[/] after step {result.step:,} of {result.num_steps:,}; {what_next}"
         )
 
 

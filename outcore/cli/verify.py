@@ -17,7 +17,7 @@ from outcore.cli.verify_table import VerifyTable
 from outcore.errors import OutcoreError
 
 if TYPE_CHECKING:
-    from outcore.verify import ModelSource, VerifyJob
+    from outcore.verify import ModelSource, Placement, VerifyJob
 
 
 class Precision(str, Enum):
@@ -62,6 +62,10 @@ def verify_command(
             metavar="PATH", help="A directory for scratch files: adds placements with a disk tier."
         ),
     ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="Only the placements with TEXT in their name."),
+    ] = None,
     json_file: Annotated[
         str | None,
         typer.Option("--json", metavar="FILE", help="Write the result as JSON; - for stdout."),
@@ -87,12 +91,13 @@ def verify_command(
         source = _find_model(model, layers)
         _refuse_too_large(source, chosen_device)
         _refuse_no_directory(disk)
+        chosen = _choose_placements(disk is not None, only)
         job = _make_job(chosen_device, dtype, steps, sequences, seq_len, micro_batch, disk)
         facts = machine_facts()
     report = _describe(source, job, facts)
     _print_header(console, source, job, facts)
     try:
-        passed = _run(console, source, job, report)
+        passed = _run(console, source, job, chosen, report)
     except (OutcoreError, ValueError) as error:
         stop(str(error))
     write_json(report, json_file)
@@ -162,6 +167,17 @@ def _refuse_no_directory(disk: str | None) -> None:
         raise typer.BadParameter(str(error), param_hint="--disk") from None
 
 
+def _choose_placements(has_disk: bool, only: str | None) -> list[Placement]:
+    from outcore.verify import disk_placements, placements
+
+    known = placements() + (disk_placements() if has_disk else [])
+    chosen = [placement for placement in known if only is None or only in placement.name]
+    if not chosen:
+        names = "; ".join(placement.name for placement in known)
+        raise typer.BadParameter(f"no placement's name has {only!r}: {names}", param_hint="--only")
+    return chosen
+
+
 def _make_job(
     device: str,
     dtype: Precision | None,
@@ -216,21 +232,19 @@ def _say(console: Console, line: str) -> None:
         console.print(line)
 
 
-def _run(console: Console, source: ModelSource, job: VerifyJob, report: dict[str, Any]) -> bool:
+def _run(
+    console: Console,
+    source: ModelSource,
+    job: VerifyJob,
+    chosen: list[Placement],
+    report: dict[str, Any],
+) -> bool:
     """Fill the table and the report; return whether everything is as it should be."""
-    from outcore.verify import (
-        RESIDENT,
-        check_against_plain_torch,
-        disk_placements,
-        placements,
-        train,
-        verify,
-    )
+    from outcore.verify import RESIDENT, check_against_plain_torch, train, verify
 
     def make() -> Any:
         return source.make(job.device)
 
-    chosen = placements() + (disk_placements() if job.disk is not None else [])
     table = VerifyTable([placement.name for placement in chosen])
     report["placements"] = []
     with shown_while_filled(table, console):

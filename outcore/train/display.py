@@ -119,7 +119,7 @@ class Display:
 
     def stopping(self, signal: str) -> None:
         self.message(
-            f"{signal}: finishing this step, then a checkpoint; another one ends it at once"
+            f"{signal}: finishing this step, then saving; another one ends it at once"
         )
 
 

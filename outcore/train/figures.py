@@ -33,6 +33,7 @@ class TrainResult:
     step: int
     num_steps: int
     stopped_by: str | None  # a signal's name, if one ended it
+    is_resumable: bool  # whether a checkpoint of this step was written
     loss: float | None  # of the last step
     eval_loss: float | None
     seconds: float

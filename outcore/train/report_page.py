@@ -81,7 +81,8 @@ def _summary(result: TrainResult) -> str:
         f"{result.step:,} of {result.num_steps:,} steps, {result.seconds:,.0f} s in this process"
     ]
     if result.stopped_by:
-        sentences.append(f"stopped by {result.stopped_by}; --resume goes on")
+        what_next = "; --resume goes on" if result.is_resumable else ""
+        sentences.append(f"stopped by {result.stopped_by}{what_next}")
     if result.loss is not None:
         sentences.append(f"last training loss {result.loss:.4f}")
     if result.eval_loss is not None:

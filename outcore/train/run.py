@@ -71,7 +71,7 @@ def _folder(settings: TrainSettings) -> CheckpointFolder:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{output} cannot be made: {error.strerror}") from error
-    folder = CheckpointFolder(output / CHECKPOINTS, keep=settings.keep)
+    folder = CheckpointFolder(output / CHECKPOINTS, keep=max(settings.keep, 1))
     if folder.steps() and not settings.resume:
         raise ValueError(
             f"{output} has a checkpoint of step {folder.steps()[-1]}: --resume goes on from it, "
@@ -111,7 +111,7 @@ class _Run:
         )
         self.flops = plan.prediction.tflops * 1e12 * plan.prediction.step_s
         self.objective: Objective
-        self.checkpoints: AsyncCheckpoints
+        self.checkpoints: AsyncCheckpoints | None = None
         self.step = 0
         self.saved_step: int | None = None
         self.best: float | None = None
@@ -124,6 +124,8 @@ class _Run:
             self.settings, self.corpus, self.model, self.display.reference
         )
         self._resume()
+        if not self.settings.keep:
+            return self._train()
         self.checkpoints = AsyncCheckpoints(self.folder, self.model, self.optimizer)
         with contextlib.closing(self.checkpoints):
             return self._train()
@@ -139,9 +141,10 @@ class _Run:
             if self._is_done:
                 evaluated = self._evaluate(metrics)
             self._save()
-            with self.display.saving(self.folder.directory(self.step)):
-                self.checkpoints.wait()
-        if self._is_done:
+            if self.checkpoints is not None:
+                with self.display.saving(self.folder.directory(self.step)):
+                    self.checkpoints.wait()
+        if self._is_done or self.checkpoints is None:  # of which else nothing would be left
             with self.display.saving(self.output):
                 self.model.save_pretrained(self.output)
                 self.tokenizer.save_pretrained(self.output)
@@ -150,6 +153,7 @@ class _Run:
             step=self.step,
             num_steps=self.corpus.num_steps,
             stopped_by=stop.signal.name if stop.signal and not self._is_done else None,
+            is_resumable=self.checkpoints is not None,
             loss=self.loss,
             eval_loss=evaluated.loss if evaluated else None,
             seconds=time.perf_counter() - start_s,
@@ -216,6 +220,8 @@ class _Run:
         figures = {"loss": found.loss, "perplexity": found.perplexity}
         metrics.add("eval", self.step, **{k: v for k, v in figures.items() if v is not None})
         self.display.evaluated(self.step, found)
+        if not self.settings.keep:
+            return found
         if self.settings.eval_every and (self.best is None or found.loss < self.best):
             self.best = found.loss
             best = CheckpointFolder(self.folder.path / BEST, keep=1)
@@ -224,7 +230,7 @@ class _Run:
 
     def _save(self) -> None:
         """Begin a checkpoint; training goes on while it is written, where there is room."""
-        if self.saved_step == self.step:
+        if self.checkpoints is None or self.saved_step == self.step:
             return
         self.checkpoints.begin(self._values())
         self.saved_step = self.step

@@ -73,7 +73,7 @@ class TrainSettings:
 
     # Checkpoints and logs.
     save_every: int | None = None  # None: at the end, and when asked to stop
-    keep: int = 2
+    keep: int = 2  # 0: none is written, and the run cannot be resumed
     resume: bool = False
     log_every: int = 10
     tensorboard: bool | None = None  # None: where it is installed
@@ -107,6 +107,8 @@ class TrainSettings:
             raise ValueError("held_out takes a part of the data, eval_data a file: give one")
         if self.eval_every is not None and not (self.held_out or self.eval_data):
             raise ValueError("eval_every needs something to evaluate on: eval_data or held_out")
+        if self.save_every is not None and not self.keep:
+            raise ValueError("save_every writes checkpoints and keep=0 none: give one")
         if self.seq_len is not None and self.tokens_per_step < self.seq_len:
             raise ValueError(
                 f"tokens_per_step={self.tokens_per_step} is less than one sequence of "
@@ -139,7 +141,7 @@ _AT_LEAST: dict[str, float] = {
     "num_workers": 1,
     "eval_every": 1,
     "save_every": 1,
-    "keep": 1,
+    "keep": 0,
     "log_every": 1,
     "micro_batch": 1,
 }

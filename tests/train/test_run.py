@@ -106,6 +106,17 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
     assert losses(Path(whole.output)) == losses(Path(cut.output))
 
 
+def test_a_run_without_checkpoints_leaves_its_model(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = stopped_after(monkeypatch, files.settings("cut", keep=0), 2)
+    assert (result.step, result.stopped_by, result.is_resumable) == (2, "SIGTERM", False)
+    assert not (result.output / "checkpoints").exists()
+    assert AutoModelForCausalLM.from_pretrained(result.output).num_parameters() > 0
+    with pytest.raises(ValueError, match="keep=0"):
+        files.settings("none", keep=0, save_every=2)
+
+
 def test_a_finished_run_is_left_as_it_is(files: Files) -> None:
     settings = files.settings()
     train(settings, quiet())

@@ -34,7 +34,7 @@ def test_the_learning_rate_is_that_of_the_method() -> None:
         ({"held_out": 0.1, "eval_data": "e"}, "give one"),
         ({"eval_every": 5}, "needs something to evaluate on"),
         ({"seq_len": 512, "tokens_per_step": 256}, "less than one sequence"),
-        ({"keep": 0}, "keep must be at least 1"),
+        ({"keep": -1}, "keep must be at least 0"),
         ({"frozen_weights": "int4"}, "add --lora"),
     ],
 )
