@@ -73,7 +73,10 @@ def linked(machine: Machine, bytes_s: float) -> Machine:
 
 def share(spec: ModelSpec, machine: Machine, tokens: int, clips: bool) -> float:
     """Return the speed of the streamed step as a share of the resident one's."""
-    n, job = len(spec.blocks), Job(tokens=tokens, seq_len=SEQ_LEN, clips=clips)
+    n, job = (
+        len(spec.blocks),
+        Job(tokens=tokens, seq_len=SEQ_LEN, clipping="waiting" if clips else "none"),
+    )
     resident = Choice(first_device_weights=n, first_device_state=n, edge_state=0)
     steps = [
         plan_of(spec, machine, job, choice.placement(n, min(8, job.sequences))).prediction.step_s

@@ -66,6 +66,14 @@ SETTINGS = {
         disk_bytes=61 * GIB,
         plan={"state_format": "minimal"},
     ),
+    "72b-minimal-clip": Setting(
+        shape="qwen2.5-72b",
+        sequences=7,
+        steps=2,
+        warmup_steps=1,
+        disk_bytes=61 * GIB,
+        plan={"state_format": "minimal", "clipping": "two-pass"},
+    ),
     "8b-long": LONG,
     "8b-longest": replace(LONG, seq_len=106_496),
     "3b-disk": Setting(

@@ -23,6 +23,8 @@ def run(job: BenchJob) -> BenchResult:
     device = bench_device()
     start = time.perf_counter()
     clips = job.max_grad_norm is not None
+    plan_options = {"clipping": clips, **(job.plan_options or {})}
+    two_passes = clips and plan_options["clipping"] == "two-pass"
     options = {"weights": "host", "state": "host", **job.outcore_options}
     if job.plan_options is None:
         options["dtype"] = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -33,29 +35,33 @@ def run(job: BenchJob) -> BenchResult:
             job.config,
             tokens=job.tokens,
             seq_len=job.seq_len,
-            clipping=clips,
             dtype="bf16" if device.type == "cuda" else "fp32",
             micro_batch=job.micro_batch,
-            **job.plan_options,
+            **plan_options,
         )
     planning_s = time.perf_counter() - start
     torch.manual_seed(job.seed)
     model = outcore.from_config(config_from_dict(job.config), device=device, **options)
     model.train()
     optimizer = outcore.AdamW(
-        model, lr=job.lr, max_grad_norm=job.max_grad_norm, update_during_backward=not clips
+        model,
+        lr=job.lr,
+        max_grad_norm=job.max_grad_norm,
+        update_during_backward=not clips or two_passes,
     )
     building_s = time.perf_counter() - start
     ids, _ = random_batch(job, device)
     losses: list[Tensor] = []
 
-    def step() -> None:
+    def forward_and_backward() -> Tensor:
         # transformers shifts the labels itself
-        loss = model(input_ids=ids, labels=ids).loss
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        optimizer.step()
+        return loss.detach()
+
+    def step() -> None:
+        losses.append(optimizer.step(forward_and_backward))
         optimizer.zero_grad()
-        losses.append(loss.detach())
 
     def drain() -> None:
         optimizer.synchronize()
@@ -70,6 +76,7 @@ def run(job: BenchJob) -> BenchResult:
         "planning_s": planning_s,
         "fp32_master": True,
         "clipping": clips,
+        "passes": 2 if two_passes else 1,
         "building_s": building_s,
         "start_to_first_step_s": building_s + times.first_s,
         "blocks_kept": engine.policy.num_kept,

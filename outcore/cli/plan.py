@@ -109,6 +109,13 @@ def plan_command(
         bool,
         typer.Option("--no-clipping", help="No clipping: updates start during the backward."),
     ] = False,
+    clip_in_two_passes: Annotated[
+        bool,
+        typer.Option(
+            "--clip-in-two-passes",
+            help="Clipping without gradients that wait: a first pass finds the norm.",
+        ),
+    ] = False,
     micro_batch: Annotated[
         int | None,
         typer.Option(min=1, help="Sequences at a time inside a block; the planner's if unset."),
@@ -170,10 +177,12 @@ def plan_command(
             "needs --lora RANK: a model that is trained whole has no frozen weights",
             param_hint="--frozen-weights",
         )
+    if no_clipping and clip_in_two_passes:
+        raise typer.BadParameter("contradicts --no-clipping", param_hint="--clip-in-two-passes")
     job = make_job(
         tokens=tokens,
         seq_len=seq_len,
-        clips=not no_clipping,
+        clipping="two-pass" if clip_in_two_passes else "none" if no_clipping else "waiting",
         state_format=state.value,
         frozen_weights=None if frozen_weights is None else frozen_weights.value,
         micro_batch=micro_batch,

@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 
 from outcore.engine import recorded_outputs
 from outcore.engine.micro_batch import MicroBatches
-from outcore.engine.random_state import AutocastState, RandomState, preserved
 from outcore.engine.saved_inputs import SavedInputs
 from outcore.engine.streamed_block import StreamedBlock
 from outcore.optim.gradients import Accumulator
+from outcore.random_state import AutocastState, RandomState, preserved
 
 
 class BlockCall:

@@ -79,7 +79,7 @@ class Engine:
                 state_format=options.state_format,
                 wire_dtype=options.gradient_dtype,
                 num_visits=options.num_visits,
-                plans_clipping=None if plan is None else plan.job.clips,
+                gradients_wait=None if plan is None else plan.job.gradients_wait,
             ),
             device=options.device,
             host_ledger=host_ledger,

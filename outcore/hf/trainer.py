@@ -16,7 +16,6 @@ import transformers
 from torch import nn
 
 from outcore.engine.offload import engine_of, offload, release
-from outcore.engine.random_state import preserved
 from outcore.hf import checkpoints
 from outcore.hf.accelerator import leave_in_place
 from outcore.hf.arguments import (
@@ -26,6 +25,7 @@ from outcore.hf.arguments import (
     offload_options,
 )
 from outcore.optim.adamw import AdamW
+from outcore.random_state import preserved
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]

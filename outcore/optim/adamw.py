@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,11 @@ from outcore.optim.planned_clipping import built_as_planned
 from outcore.optim.saved_state import HYPERPARAMETERS, check_saved_state
 from outcore.optim.state_format import Rounding
 from outcore.optim.updates import Chunk, ChunkUpdate, Segment
+from outcore.random_state import RandomState
 from outcore.stream.lanes import Fence
 from outcore.stream.recording import step_ended
 
+Pass = Literal["measure", "update"]
 ParamsArg = nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]]
 
 
@@ -33,9 +35,10 @@ class AdamW(torch.optim.Optimizer):
     ``params``: the offloaded model, some of its parameters, or param groups as torch takes them.
     ``max_grad_norm``: clip the global gradient norm to this, exactly; None for no clipping.
     ``on_non_finite``: "raise" NonFiniteGradient, or "skip" the step; either way nothing changes.
-    ``update_during_backward``: start updates while the backward still runs. It excludes clipping
-    and more than one ``backward()`` a step, and a non-finite gradient is found only after earlier
-    blocks were updated.
+    ``update_during_backward``: start updates while the backward still runs, so that no gradient
+    waits. It excludes more than one ``backward()`` a step, and a non-finite gradient is found only
+    after earlier blocks were updated. With ``max_grad_norm`` it takes two passes over the batch:
+    ``step(closure)`` calls the closure once for the norm, and again for the updates.
     ``rounding_seed``: for the stochastic rounding of compact and minimal state.
     """
 
@@ -57,11 +60,6 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(f"max_grad_norm must be more than 0, or None, not {max_grad_norm}")
         if on_non_finite not in ("raise", "skip"):
             raise ValueError(f'on_non_finite must be "raise" or "skip", not {on_non_finite!r}')
-        if update_during_backward and max_grad_norm is not None:
-            raise ValueError(
-                "update_during_backward needs max_grad_norm=None: the global norm is known only "
-                "after the whole backward"
-            )
         self.max_grad_norm = max_grad_norm
         self.on_non_finite = on_non_finite
         self.update_during_backward = update_during_backward
@@ -69,7 +67,9 @@ class AdamW(torch.optim.Optimizer):
         self.grad_norm: float | None = None  # of the last step, before clipping
         self.num_skipped_steps = 0
         self._step = 0
-        self._updated_chunks: set[tuple[int, int]] = set()  # since the last step()
+        self._updated_chunks: set[tuple[int, int]] = set()  # since the last step(), or measured
+        self._clip = 1.0  # for updates during the backward
+        self._pass: Pass | None = None  # of the two of a step
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(_as_groups(params), defaults)
         backend = _backend_of(self.param_groups)
@@ -78,7 +78,7 @@ class AdamW(torch.optim.Optimizer):
         self._check_trainable()
         self._segments = self._find_segments()
         with built_as_planned(
-            plans_clipping=backend.plans_clipping,
+            plans_waiting=backend.plans_waiting,
             updates_during_backward=update_during_backward,
             gradient_bytes=backend.gradient_bytes,
         ):
@@ -90,7 +90,12 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Decide on this step's gradients, queue the updates, and return without waiting."""
+        """Decide on this step's gradients, queue the updates, and return without waiting.
+
+        ``closure``: forward and backward of the step's batch; returns the loss.
+        """
+        if self._takes_two_passes:
+            return self._step_in_two_passes(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -252,15 +257,70 @@ class AdamW(torch.optim.Optimizer):
         if not self._updated_chunks:
             self._step += 1
         self._updated_chunks.add(chunk.key)
-        self._backend.queue([self._update(chunk, self._scalars(), gradient, after, on_read)])
+        self._backend.queue(
+            [self._update(chunk, self._scalars(self._clip), gradient, after, on_read)]
+        )
+
+    @property
+    def _takes_two_passes(self) -> bool:
+        return self.update_during_backward and self.max_grad_norm is not None
+
+    def _step_in_two_passes(self, closure: Callable[[], Any] | None) -> Any:
+        """Find the norm in a first pass, whose gradients are dropped; update in a second one.
+
+        The second draws the same random numbers. Nothing has changed before it begins.
+        """
+        if closure is None:
+            raise ValueError(
+                "max_grad_norm with update_during_backward takes two passes over the batch: put "
+                "the forward and the backward into a function that returns the loss, and call "
+                "step(function); or leave update_during_backward off, and gradients wait"
+            )
+        self._backend.check_alive()
+        random = RandomState(self._backend.device)
+        try:
+            loss = self._run_pass("measure", closure)
+            if not self._updated_chunks:
+                return loss
+            clip = self._clip_factor()
+            if clip is None:
+                self.num_skipped_steps += 1
+                return loss
+            norm, self._clip = self.grad_norm, clip
+            random.restore()
+            loss = self._run_pass("update", closure)
+            self._end_passing_step()
+            self.grad_norm = norm
+        finally:
+            self._backend.drop_gradients(False)
+            self._backend.clear_gradients()
+            self._updated_chunks.clear()
+            self._pass, self._clip = None, 1.0
+        step_ended()
+        return loss
+
+    def _run_pass(self, which: Pass, closure: Callable[[], Any]) -> Any:
+        self._pass = which
+        self._updated_chunks.clear()
+        self._backend.clear_gradients()
+        self._backend.drop_gradients(which == "measure")
+        with torch.enable_grad():
+            return closure()
 
     def _check_first(self, chunk: Chunk) -> None:
+        if self._takes_two_passes and self._pass is None:
+            raise RuntimeError(
+                "backward() outside of step(closure): max_grad_norm with update_during_backward "
+                "takes two passes over the batch, and step() runs both of them"
+            )
         if chunk.key in self._updated_chunks:
             raise RuntimeError(
                 f"{chunk.unit.name} got a second gradient before step(), but its update has "
                 "already begun: update_during_backward allows one backward() for each step(), "
                 "and each block once in a forward. Leave the option off to add gradients up."
             )
+        if self._pass == "measure":
+            self._updated_chunks.add(chunk.key)
 
     def _end_passing_step(self) -> None:
         self._updated_chunks.clear()

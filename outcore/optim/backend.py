@@ -59,7 +59,7 @@ class OptimizerPlacement:
     state_format: StateFormat
     wire_dtype: torch.dtype
     num_visits: int | None  # chunks with buffers on the device; None: as many as help and fit
-    plans_clipping: bool | None = None  # what a plan was made for; None: there is none
+    gradients_wait: bool | None = None  # what a plan was made for; None: there is none
 
 
 MakeDisk = Callable[[str, Sequence[DiskShape], int], DiskTensors]
@@ -104,6 +104,7 @@ class OptimizerBackend:
         self._make_disk = make_disk
         self._pin = device.type == "cuda"
         self._waiting: WaitingSink | None = None
+        self._passing: PassingSink | None = None
         self._queue: UpdateQueue | None = None
         self._lanes: list[Lane] = []
         self._host: HostUpdater | None = None
@@ -118,9 +119,9 @@ class OptimizerBackend:
         self.chunks = chunks_of(self.units, min(MAX_CHUNK_ELEMENTS, max(1 << 10, largest // 3)))
 
     @property
-    def plans_clipping(self) -> bool | None:
+    def plans_waiting(self) -> bool | None:
         """Whether the plan lets gradients wait for the whole backward; None without a plan."""
-        return self._placement.plans_clipping
+        return self._placement.gradients_wait
 
     @property
     def gradient_bytes(self) -> int:
@@ -188,7 +189,8 @@ class OptimizerBackend:
         self._lanes = [copy_out, copy_back, refresh]
         wire_dtype = self._placement.wire_dtype
         if passing is not None:
-            sink: WaitingSink | PassingSink = PassingSink(
+            sink: WaitingSink | PassingSink
+            sink = self._passing = PassingSink(
                 self.chunks,
                 wire_dtype=wire_dtype,
                 copy_out=copy_out,
@@ -240,6 +242,15 @@ class OptimizerBackend:
     def name_of(self, key: tuple[int, str]) -> str:
         unit = next(unit for unit in self.units if unit.index == key[0])
         return unit.full_name(key[1]) if key[1] else unit.name
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def drop_gradients(self, is_on: bool) -> None:
+        """Measure the gradients of updates during the backward, and do nothing else with them."""
+        assert self._passing is not None
+        self._passing.drops = is_on
 
     def compute_fence(self) -> Fence:
         return Fence.after_compute(self._device)

@@ -16,7 +16,7 @@ def python_words(asked: Job, changed: Job, machine: Machine) -> str:
     arguments = {
         "tokens": "tokens={}",
         "micro_batch": "micro_batch={}",
-        "clips": "clipping=False",
+        "clipping": 'clipping="{}"',
         "state_format": 'state_format="{}"',
         "dtype": 'dtype="{}"',
         "device": 'device_memory="{}"',
@@ -34,7 +34,7 @@ def command_line_words(asked: Job, changed: Job, machine: Machine) -> str:
     options = {
         "tokens": "--tokens {}",
         "micro_batch": "--micro-batch {}",
-        "clips": "--no-clipping",
+        "clipping": "--clip-in-two-passes",
         "state_format": "--state {}",
         "device": "--device-memory {}",
         "host": "--host-memory {}",
@@ -53,7 +53,7 @@ def is_beyond(changed: Job, asked: Job, machine: Machine) -> bool:
 
 def _differences(asked: Job, changed: Job, machine: Machine) -> Iterator[tuple[str, str]]:
     """Yield what differs and can be asked for on this machine, by name and new value."""
-    for name in ("tokens", "micro_batch", "clips", "state_format", "dtype"):
+    for name in ("tokens", "micro_batch", "clipping", "state_format", "dtype"):
         if getattr(asked, name) != getattr(changed, name):
             yield name, str(getattr(changed, name))
     for tier, num_bytes, has_bytes in _grown(asked, changed, machine):

@@ -69,8 +69,8 @@ class Changes:
         """Yield the changes that there are, each as far as it goes, by kind."""
         if job.budgets.disk_bytes == 0 and self._machine.disk_bytes:
             yield "disk", replace(job, budgets=replace(job.budgets, disk_bytes=None))
-        if job.clips:
-            yield "clipping", replace(job, clips=False)
+        if job.gradients_wait:
+            yield "clipping", replace(job, clipping="two-pass")
         if job.sequences > 1 and job.micro_batch != 1:
             yield "micro-batch", replace(job, micro_batch=1)
         if job.sequences > 1:

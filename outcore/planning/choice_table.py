@@ -41,7 +41,8 @@ class ChoiceTable:
         self.num_blocks = n = len(spec.blocks)
         self.micro_batch = micro_batch
         self.is_unified = machine.is_unified
-        self._clips = job.clips
+        self._gradients_wait = job.gradients_wait
+        self._num_passes = job.num_passes
         self._input_bytes = tuple(input_bytes(block, job) for block in spec.blocks)
         self._sizes = StateBytes.of(job)
         weights = [
@@ -76,7 +77,8 @@ class ChoiceTable:
             self.costs,
             self.memory.units,
             choice.placement(self.num_blocks, self.micro_batch),
-            clips=self._clips,
+            gradients_wait=self._gradients_wait,
+            num_passes=self._num_passes,
             input_bytes=self._input_bytes,
             records=records,
         )
@@ -107,7 +109,7 @@ class ChoiceTable:
             c.last_disk_weights,
             c.last_disk_state,
         )
-        with_gradient = sizes.state + (sizes.gradient if self._clips else 0)
+        with_gradient = sizes.state + (sizes.gradient if self._gradients_wait else 0)
         recomputing = n - c.last_kept
         offloads = c.offloads_inputs > 0
         device = self._fixed + weights[w] + c.num_slots * self._largest_after[w]
@@ -126,7 +128,7 @@ class ChoiceTable:
         device += np.where(c.edge_state == _DEVICE, self._edges * with_gradient, 0.0)
         host += np.where(c.edge_state == _HOST, self._edges * (sizes.state + copy), 0.0)
         leaving = trained[n] - trained[s] + np.where(c.edge_state == _DEVICE, 0.0, self._edges)
-        if self._clips:
+        if self._gradients_wait:
             host += leaving * sizes.gradient
         else:
             largest = np.where(
@@ -227,7 +229,11 @@ class ChoiceTable:
         backward = self._differentiate[n] + forward[n - c.last_kept]
         device_updates = trained[s] + np.where(edges_leave, 0.0, self._edges) + lodged
         first = 2 * costs.embedding_s + STEP_S + costs.update_on_device_s(1.0) * device_updates
-        compute = first + forward[n] + backward + costs.head_s
+        # A pass that only measures; the last updates of the step before end during its forward.
+        one_pass = 2 * costs.embedding_s + STEP_S + forward[n] + backward + costs.head_s
+        measuring = (self._num_passes - 1) * one_pass
+        without_updates = (self._num_passes - 1) * (one_pass - forward[n])
+        compute = first + forward[n] + backward + costs.head_s + measuring
         each = costs.update_on_host_s(1.0)  # seconds a parameter
         if self.is_unified:
             on_host = trained[n] - trained[n - ds]
@@ -237,7 +243,7 @@ class ChoiceTable:
             first_edges = np.maximum(0.0, edges_leave * self._first_edges - lodged)
         host = np.maximum(0.0, on_host) * each
         lanes = [compute, host]
-        if self._clips:
+        if self._gradients_wait:
             # Block k starts after the updates before it: the latest of these starts sets the pace.
             k = np.unique(np.linspace(0, n - 1, min(n, 24)).astype(np.int64))[None, :]
             before = np.maximum(
@@ -251,24 +257,28 @@ class ChoiceTable:
             lanes.append(np.maximum(ends, host) + costs.head_s + backward)
         else:
             lanes.append(compute - STEP_S + first_edges * each)
-            lanes.append(np.maximum(0.0, on_host - 2 * self._ring) * each + forward[n])
+            lanes.append(
+                np.maximum(0.0, on_host - 2 * self._ring) * each + forward[n] + without_updates
+            )
         if not self.is_unified:
             fetched = 2 * (weights[n] - weights[w]) - c.num_slots * self._largest_after[w]
             moved = np.maximum(0.0, fetched) + c.offloads_inputs * self._inputs[n - c.last_kept]
-            lanes.append(moved / costs.machine.to_device_bytes_s)
+            lanes.append(self._num_passes * moved / costs.machine.to_device_bytes_s)
         if costs.machine.disk_read_bytes_s and costs.machine.disk_both_ways_bytes_s:
             disk_weights = weights[n] - weights[n - dw]
             state = (trained[n] - trained[n - ds]) * sizes.state
             both_ways_bytes_s = costs.machine.disk_both_ways_bytes_s
             read = state / both_ways_bytes_s
-            lanes.append(read + 2 * disk_weights / costs.machine.disk_read_bytes_s)
+            lanes.append(
+                read + 2 * self._num_passes * disk_weights / costs.machine.disk_read_bytes_s
+            )
             # What has not passed through staging, or the ring, holds up the forward or backward.
             staged = float(STAGING_PIECES * self._disk_piece)
-            held = staged if self._clips else staged + self._ring
+            held = staged if self._gradients_wait else staged + self._ring
             written = np.maximum(0.0, state - held * sizes.moved) / both_ways_bytes_s
-            if self._clips:
+            if self._gradients_wait:
                 lanes.append(np.maximum(read, written) + costs.head_s + backward)
             else:
-                lanes.append(written + forward[n])
+                lanes.append(written + forward[n] + without_updates)
         least: Values = np.max(np.stack(lanes), axis=0)
         return least

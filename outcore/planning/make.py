@@ -15,7 +15,7 @@ from outcore.machine import machine_named
 from outcore.machine.machine import Machine
 from outcore.model_spec import ModelSpec, model_spec, spec_of_model
 from outcore.planning.device_type import default_dtype
-from outcore.planning.plan import Budgets, FrozenWeights, Job, Plan, StateFormat
+from outcore.planning.plan import Budgets, Clipping, FrozenWeights, Job, Plan, StateFormat
 from outcore.planning.search import make_plan
 from outcore.planning.step_size import check_step_size
 from outcore.store.disk_budget import parse_disk
@@ -34,7 +34,7 @@ def plan(
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     disk: str | PathLike[str] | None = None,
-    clipping: bool = True,
+    clipping: bool | Literal["two-pass"] = True,
     dtype: Literal["bf16", "fp32"] | torch.dtype | None = None,
     state_format: StateFormat = "fp32",
     adapters: Any = None,
@@ -50,7 +50,8 @@ def plan(
     machine: "here" measures this one (once), a name is looked up in the catalogue.
     device_memory, host_memory: budgets such as "24GiB"; None for what is free.
     disk: "/mnt/nvme:500GiB" lets weights and state go there; None: no disk.
-    clipping: False for ``AdamW(update_during_backward=True)``.
+    clipping: True lets gradients wait for the norm of all; False is for
+        ``AdamW(update_during_backward=True)``, "two-pass" for the same with ``max_grad_norm``.
     checkpoints: True counts host memory for a copy of all state, so that a checkpoint is written
         while training goes on. Where there is none, or steps would be more than 5% slower for it,
         checkpoints are synchronous (``Plan.stages_checkpoints``).
@@ -83,7 +84,7 @@ def plan(
     job = Job(
         tokens=tokens,
         seq_len=seq_len,
-        clips=clipping,
+        clipping=_clipping(clipping),
         dtype=_dtype(dtype, found, state_format),
         state_format=state_format,
         frozen_weights=frozen_weights,
@@ -93,6 +94,16 @@ def plan(
         checkpoints=checkpoints,
     )
     return make_plan(spec, found, job)
+
+
+def _clipping(asked: bool | str) -> Clipping:
+    if asked is True:
+        return "waiting"
+    if asked is False:
+        return "none"
+    if asked == "two-pass":
+        return "two-pass"
+    raise ValueError(f'clipping must be True, False or "two-pass", not {asked!r}')
 
 
 def _check_something_is_frozen(spec: ModelSpec, frozen_weights: str | None) -> None:

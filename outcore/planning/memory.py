@@ -119,7 +119,7 @@ class MemoryModel:
             if self._is_unified:
                 copies = 0
             add(tier, "optimizer state", numel * (sizes.state + copies))
-            if self._job.clips:  # gradients wait; otherwise they go straight into the update
+            if self._job.gradients_wait:  # otherwise they go straight into the update
                 home = "host" if tier == "disk" else tier
                 add(home, "gradients", numel * sizes.gradient)
             elif tier != "device":

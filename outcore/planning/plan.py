@@ -31,6 +31,8 @@ Activations = Literal["keep", "recompute", "offload"]
 offload: recompute, and the input waits on the host."""
 
 StateFormat = Literal["fp32", "compact", "minimal"]
+Clipping = Literal["waiting", "two-pass", "none"]
+"""To the norm of all gradients: they wait for it, or a first pass over the batch finds it."""
 FrozenWeights = Literal["int8", "int4"]
 
 
@@ -50,7 +52,7 @@ class Job:
 
     tokens: int  # a step
     seq_len: int
-    clips: bool = True  # clipping: updates wait for the whole backward
+    clipping: Clipping = "waiting"
     dtype: Literal["bf16", "fp32"] = "bf16"
     state_format: StateFormat = "fp32"
     frozen_weights: FrozenWeights | None = None  # frozen matrices in 8 or 4 bit
@@ -58,6 +60,16 @@ class Job:
     budgets: Budgets = Budgets()
     objective: Literal["speed", "memory"] = "speed"
     checkpoints: bool = False  # written while training goes on, if the host has memory for a copy
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether updates begin after the whole backward, not during it."""
+        return self.clipping == "waiting"
+
+    @property
+    def num_passes(self) -> int:
+        """Forwards and backwards of a step."""
+        return 2 if self.clipping == "two-pass" else 1
 
     @property
     def sequences(self) -> int:

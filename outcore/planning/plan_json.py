@@ -18,6 +18,7 @@ from outcore.planning.plan import (
     Activations,
     BlockPlan,
     Budgets,
+    Clipping,
     FrozenWeights,
     Job,
     Plan,
@@ -28,7 +29,7 @@ from outcore.planning.plan import (
 )
 
 FORMAT = "outcore plan"
-VERSION = 1
+VERSION = 2
 MOST_TEXT = 4096  # characters of a name or path
 MOST_INT = 2**63 - 1
 
@@ -52,13 +53,24 @@ def plan_from_dict(data: Any) -> Plan:
     if not isinstance(data, Mapping) or data.get("format") != FORMAT:
         raise ValueError(f'this is no plan: it has no "format": "{FORMAT}"')
     version = data.get("version")
-    if type(version) is not int or version != VERSION:
+    if type(version) is not int or not 1 <= version <= VERSION:
         raise ValueError(
-            f"the plan has version {_short(version)}, this Outcore reads version {VERSION}: "
+            f"the plan has version {_short(version)}, this Outcore reads versions 1 to {VERSION}: "
             "make the plan again with outcore plan"
         )
-    plan: Plan = _plan(data.get("plan"), "plan")
+    plan: Plan = _plan(data.get("plan") if version == VERSION else _upgraded(data), "plan")
     return plan
+
+
+def _upgraded(data: Mapping[str, Any]) -> Any:
+    """Return a plan of version 1, which clipped or did not, as this version has it."""
+    plan = data.get("plan")
+    if not isinstance(plan, Mapping) or not isinstance(plan.get("job"), Mapping):
+        return plan
+    job = dict(plan["job"])
+    if "clips" in job:
+        job["clipping"] = "waiting" if _bool(job.pop("clips"), "plan.job.clips") else "none"
+    return {**plan, "job": job}
 
 
 def read_plan(path: str | Path) -> Plan:
@@ -202,7 +214,7 @@ _job = _object(
     {
         "tokens": _whole(1),
         "seq_len": _whole(1),
-        "clips": _bool,
+        "clipping": _one_of(Clipping),
         "dtype": _one_of(Literal["bf16", "fp32"]),
         "state_format": _one_of(StateFormat),
         "frozen_weights": _optional(_one_of(FrozenWeights)),

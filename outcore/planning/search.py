@@ -331,7 +331,8 @@ def _plan_of(
         table.costs,
         table.memory.units,
         placement,
-        clips=job.clips,
+        gradients_wait=job.gradients_wait,
+        num_passes=job.num_passes,
         input_bytes=inputs,
         records=True,
     )
@@ -374,13 +375,21 @@ def hiding_tokens(
             tokens=sequences * job.seq_len,
             seq_len=job.seq_len,
             dtype=job.dtype,
-            clips=job.clips,
+            clipping=job.clipping,
             state_format=job.state_format,
             frozen_weights=job.frozen_weights,
         )
         costs = Costs(spec, machine, longer, min(size, sequences))
         inputs = tuple(input_bytes(block, longer) for block in spec.blocks)
-        played = simulate(costs, units, placement, clips=job.clips, input_bytes=inputs, num_steps=2)
+        played = simulate(
+            costs,
+            units,
+            placement,
+            gradients_wait=job.gradients_wait,
+            num_passes=job.num_passes,
+            input_bytes=inputs,
+            num_steps=2,
+        )
         return played.binding_lane == COMPUTE
 
     high = 1

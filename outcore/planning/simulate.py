@@ -36,19 +36,26 @@ def simulate(
     units: Units,
     placement: Placement,
     *,
-    clips: bool,
+    gradients_wait: bool,
+    num_passes: int = 1,
     input_bytes: tuple[int, ...],
     num_steps: int = NUM_STEPS,
     records: bool = False,
 ) -> Simulated:
-    """Play ``num_steps`` steps; ``input_bytes`` are those of each block's input."""
+    """Play ``num_steps`` steps; ``input_bytes`` are those of each block's input.
+
+    Of ``num_passes`` over the batch, all but the last only measure the gradients.
+    """
     clock = LaneClock(records=records)
-    updates = UpdateLanes(clock, costs, units, placement, clips=clips)
+    updates = UpdateLanes(clock, costs, units, placement, gradients_wait=gradients_wait)
     step = _Step(clock, updates, costs, units, placement, input_bytes)
     begin = end = 0.0
     for _ in range(num_steps):
         begin = end
         clock.begin_step()
+        for _ in range(num_passes - 1):
+            step.forward()
+            step.backward(delivers=False)
         step.forward()
         end = step.backward()
     # A lane that has more to do than the step is long falls behind a little more in each one.
@@ -134,10 +141,10 @@ class _Step:
         lane = updates.awaited[self._last[-1]] if self._last else COMPUTE
         clock.compute(costs.head_s, edges, lane, "head and loss")
 
-    def backward(self) -> float:
-        """Play the backward; return the end of its compute."""
+    def backward(self, *, delivers: bool = True) -> float:
+        """Play the backward; return the end of its compute. Gradients may end on the device."""
         clock, updates, costs = self._clock, self._updates, self._costs
-        for unit in self._last:
+        for unit in self._last if delivers else ():
             updates.deliver(unit, clock.free[COMPUTE])
         ends: list[float] = []
         wires = [(0.0, TO_HOST)] * 2
@@ -160,13 +167,15 @@ class _Step:
                 end = clock.compute(0.0, *wires[0], "")
             if self._streams[i]:
                 ends.append(end)
-            free = updates.deliver(self._unit_of[i], end)
-            wires = [wires[1], (free, updates.held_up_by)]
+            if delivers:
+                free = updates.deliver(self._unit_of[i], end)
+                wires = [wires[1], (free, updates.held_up_by)]
         end = clock.compute(costs.embedding_s, 0.0, COMPUTE, "embedding")
-        for unit in self._first:
-            updates.deliver(unit, end)
         self._slot_ends = ends[-self._num_slots :]
-        updates.end_backward(clock.free[COMPUTE])
+        if delivers:
+            for unit in self._first:
+                updates.deliver(unit, end)
+            updates.end_backward(clock.free[COMPUTE])
         return clock.free[COMPUTE]
 
     def _slot_free(self, use: int, ends: list[float], previous: list[float]) -> float:

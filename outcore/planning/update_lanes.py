@@ -1,8 +1,8 @@
 """Optimizer updates in a simulated step: who updates when, on host cores, device or through disk.
 
-With clipping every update waits for the end of the backward and runs in the order in which the
-next forward needs it. Without, gradients pass through a ring of host buffers straight into
-updates; of those that have arrived, the one that the forward needs first goes first.
+Where gradients wait for clipping, every update waits for the end of the backward and runs in the
+order in which the next forward needs it. Elsewhere gradients pass through a ring of host buffers
+straight into updates; of those that have arrived, the one that the forward needs first goes first.
 """
 
 from __future__ import annotations
@@ -30,11 +30,17 @@ class UpdateLanes:
     """Plays updates, and knows when each unit's new weights are where the forward takes them."""
 
     def __init__(
-        self, clock: LaneClock, costs: Costs, units: Units, placement: Placement, *, clips: bool
+        self,
+        clock: LaneClock,
+        costs: Costs,
+        units: Units,
+        placement: Placement,
+        *,
+        gradients_wait: bool,
     ) -> None:
         self._clock = clock
         self._costs = costs
-        self._clips = clips
+        self._gradients_wait = gradients_wait
         lodging = units.lodging(placement)
         self.sizes = [unit.trainable_numel for unit in units.units]
         self.lodged = [lodging.get(i, 0) for i in range(len(self.sizes))]
@@ -66,8 +72,8 @@ class UpdateLanes:
         if not numel:
             return at
         if self.tiers[unit] == "device":
-            return self._clips_or_updates(unit, at)
-        if self._clips:
+            return self._waits_or_updates(unit, at)
+        if self._gradients_wait:
             end = self._leave(unit, numel, at)
             self._arrived[unit] = end
             return end
@@ -88,8 +94,8 @@ class UpdateLanes:
         duration = self._costs.to_host_s(numel * self._costs.bytes.gradient, both_ways=True)
         return self._clock.run(TO_HOST, duration, after, f"gradient {unit}")
 
-    def _clips_or_updates(self, unit: int, at: float) -> float:
-        if self._clips:
+    def _waits_or_updates(self, unit: int, at: float) -> float:
+        if self._gradients_wait:
             self._arrived[unit] = at
         else:
             self.ready[unit] = self._on_device(unit, self.sizes[unit], at)
@@ -124,7 +130,7 @@ class UpdateLanes:
             self._run_pending()
         self._begun = at
         self._next = 0
-        if not self._clips:
+        if not self._gradients_wait:
             self._next = len(self.sizes)
 
     # --- updates that waited for clipping -----------------------------------------------------

@@ -10,10 +10,15 @@ import unicodedata
 from dataclasses import dataclass
 
 from outcore.machine.machine import Machine
-from outcore.planning.plan import LANES, BlockPlan, Plan
+from outcore.planning.plan import LANES, BlockPlan, Clipping, Plan
 from outcore.units import format_bytes
 
 TIERS = ("device", "host", "disk")
+CLIPPING_WORDS: dict[Clipping, str] = {
+    "waiting": "clipping",
+    "two-pass": "clipping in two passes",
+    "none": "no clipping",
+}
 
 _LANE_WORK = {
     "compute": "the device computes",
@@ -103,7 +108,7 @@ def home_rows(plan: Plan) -> list[HomeRow]:
 
 
 def _gradient_home(plan: Plan, state: str) -> str:
-    if not plan.job.clips:
+    if not plan.job.gradients_wait:
         return "used at once"
     return "host" if state == "disk" else state
 
@@ -158,7 +163,7 @@ def job_sentence(plan: Plan) -> str:
         f"{job.tokens:,} tokens a step ({job.sequences} × {job.seq_len:,})",
         job.dtype,
         f"{job.state_format} state",
-        "clipping" if job.clips else "no clipping",
+        CLIPPING_WORDS[job.clipping],
     ]
     if job.frozen_weights is not None:
         parts.insert(2, f"frozen weights in {job.frozen_weights}")

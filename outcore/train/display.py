@@ -118,9 +118,7 @@ class Display:
         self.message(f"saved {path} in {time.perf_counter() - start_s:.1f} s")
 
     def stopping(self, signal: str) -> None:
-        self.message(
-            f"{signal}: finishing this step, then saving; another one ends it at once"
-        )
+        self.message(f"{signal}: finishing this step, then saving; another one ends it at once")
 
 
 class LiveDisplay(Display):

@@ -205,9 +205,13 @@ class _Run:
             group["lr"] = self.lr.at(self.step)
         device = engine_of(self.model).device
         on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        loss = self.objective.loss(self.model, on_device, self.step)
-        loss.backward()
-        self.optimizer.step()
+
+        def forward_and_backward() -> Tensor:
+            loss = self.objective.loss(self.model, on_device, self.step)
+            loss.backward()
+            return loss.detach()
+
+        loss = self.optimizer.step(forward_and_backward)
         self.optimizer.zero_grad()
         self.step += 1
         return waited_s, loss

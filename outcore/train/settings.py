@@ -45,6 +45,7 @@ class TrainSettings:
     beta2: float = 0.95
     eps: float = 1e-8
     max_grad_norm: float = 1.0  # 0: no clipping, and updates start during the backward
+    clip_in_two_passes: bool = False  # the first for the norm: saves the gradients' memory
     on_non_finite: OnNonFinite = "raise"
     seed: int = 0
 
@@ -107,6 +108,8 @@ class TrainSettings:
             raise ValueError("held_out takes a part of the data, eval_data a file: give one")
         if self.eval_every is not None and not (self.held_out or self.eval_data):
             raise ValueError("eval_every needs something to evaluate on: eval_data or held_out")
+        if self.clip_in_two_passes and not self.clips:
+            raise ValueError("clip_in_two_passes needs a max_grad_norm of more than 0")
         if self.save_every is not None and not self.keep:
             raise ValueError("save_every writes checkpoints and keep=0 none: give one")
         if self.seq_len is not None and self.tokens_per_step < self.seq_len:
@@ -124,6 +127,10 @@ class TrainSettings:
     @property
     def clips(self) -> bool:
         return self.max_grad_norm > 0
+
+    @property
+    def gradients_wait(self) -> bool:
+        return self.clips and not self.clip_in_two_passes
 
 
 _AT_LEAST: dict[str, float] = {

@@ -83,7 +83,7 @@ def plan_for(
         device_memory=settings.device_memory,
         host_memory=settings.host_memory,
         disk=settings.disk,
-        clipping=settings.clips,
+        clipping="two-pass" if settings.clip_in_two_passes else settings.clips,
         dtype=_dtype(settings, device),
         state_format=settings.state_format,
         adapters=adapters_of(settings),
@@ -141,7 +141,7 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> outcore.AdamW:
         eps=settings.eps,
         max_grad_norm=settings.max_grad_norm if settings.clips else None,
         on_non_finite=settings.on_non_finite,
-        update_during_backward=not settings.clips,
+        update_during_backward=not settings.gradients_wait,
         rounding_seed=settings.seed,
     )
 

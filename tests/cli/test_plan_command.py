@@ -99,11 +99,19 @@ def test_every_option_reaches_the_job(planner: Planner) -> None:
     )
     assert result.exit_code == 0, result.output
     job = planner.jobs[0]
-    assert (job.tokens, job.seq_len, job.micro_batch, job.clips) == (4096, 512, 2, False)
+    assert (job.tokens, job.seq_len, job.micro_batch, job.clipping) == (4096, 512, 2, "none")
     assert (job.state_format, job.objective) == ("compact", "memory")
     assert job.budgets.device_bytes == 24 * GIB
     assert job.budgets.host_bytes == 100 * 10**9
     assert (job.budgets.disk_path, job.budgets.disk_bytes) == ("/a:b", 2 * 2**40)
+
+
+def test_clipping_in_two_passes(planner: Planner) -> None:
+    result = run_plan(*MODEL, "--clip-in-two-passes")
+    assert result.exit_code == 0, result.output
+    assert planner.jobs[0].clipping == "two-pass"
+    assert "clipping in two passes" in result.output
+    assert run_plan(*MODEL, "--clip-in-two-passes", "--no-clipping").exit_code == 2
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_a_plan_for_this_model_is_taken() -> None:
 
 @pytest.mark.parametrize("clips", [True, False])
 def test_an_optimizer_that_clips_as_planned_says_nothing(clips: bool) -> None:
-    plan = make_plan(job=replace(make_plan().job, clips=clips))
+    plan = make_plan(job=replace(make_plan().job, clipping="waiting" if clips else "none"))
     model = outcore.offload(LLAMA.make(), plan=plan, device="cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -104,12 +104,12 @@ def test_an_optimizer_that_clips_as_planned_says_nothing(clips: bool) -> None:
 @pytest.mark.parametrize(
     ("clips", "message"),
     [
-        (True, r"plan was made with clipping.*\d KiB of gradients.*clipping=False"),
-        (False, r"plan was made without clipping.*\d KiB of gradients.*clipping=True"),
+        (True, r"plan was made for gradients that wait.*\d KiB for them.*clipping=False"),
+        (False, r"plan was made for updates during.*\d KiB of gradients.*clipping=True"),
     ],
 )
 def test_an_optimizer_that_clips_otherwise_warns_and_works(clips: bool, message: str) -> None:
-    plan = make_plan(job=replace(make_plan().job, clips=clips))
+    plan = make_plan(job=replace(make_plan().job, clipping="waiting" if clips else "none"))
     model = outcore.offload(LLAMA.make().train(), plan=plan, device="cpu")
     with pytest.warns(UserWarning, match=message) as caught:
         optimizer = outcore.AdamW(model, update_during_backward=clips)
@@ -123,11 +123,11 @@ def test_an_optimizer_that_clips_otherwise_warns_and_works(clips: bool, message:
 def test_gradients_that_no_plan_has_counted_and_do_not_fit() -> None:
     numel = sum(parameter.numel() for parameter in LLAMA.make().model.layers.parameters())
     budgets = Budgets(host_bytes=15 * numel)  # 16 are needed where gradients wait
-    job = Job(tokens=32, seq_len=8, clips=False, dtype="fp32", budgets=budgets)
+    job = Job(tokens=32, seq_len=8, clipping="none", dtype="fp32", budgets=budgets)
     blocks = (replace(BLOCKS[1], activations="recompute"),) * 3
     plan = make_plan(blocks, job=job, num_visits=0)
     model = outcore.offload(LLAMA.make().train(), plan=plan, device="cpu")
-    said = r"gradients needs.*made without clipping.*update_during_backward"
+    said = r"gradients needs.*made for updates during.*update_during_backward"
     for _ in range(2):  # the first leaves nothing behind
         with pytest.raises(outcore.OutOfBudget, match=said):
             outcore.AdamW(model, max_grad_norm=1.0)

@@ -397,7 +397,6 @@ def test_a_gradient_that_is_not_finite_during_the_backward() -> None:
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"max_grad_norm": float("nan")}, "max_grad_norm"),
         ({"on_non_finite": "ignore"}, "on_non_finite"),
-        ({"update_during_backward": True, "max_grad_norm": 1.0}, "max_grad_norm=None"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
@@ -433,8 +432,8 @@ def test_a_second_optimizer_is_refused() -> None:
 
 def test_a_refused_option_leaves_the_model_free_for_another_optimizer() -> None:
     model = offloaded(LLAMA.make(), state="device")
-    with pytest.raises(ValueError, match="max_grad_norm=None"):
-        outcore.AdamW(model, update_during_backward=True, max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="on_non_finite"):
+        outcore.AdamW(model, update_during_backward=True, on_non_finite="ignore")
     optimizer = outcore.AdamW(model)
     train(model, optimizer, range(1))
 

@@ -15,7 +15,7 @@ from outcore.checkpoint.folder import CheckpointFolder
 from outcore.machine import machine_named
 from outcore.model_spec import spec_of_model
 from outcore.planning.choices import Choice
-from outcore.planning.plan import Budgets, Job
+from outcore.planning.plan import Budgets, Clipping, Job
 from outcore.planning.search import plan_of
 
 CONFIG = LlamaConfig(
@@ -49,16 +49,16 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("clips", [True, False], ids=["clipping", "passing"])
+@pytest.mark.parametrize("clipping", ["waiting", "two-pass", "none"])
 @pytest.mark.parametrize("name", CHOICES)
-def test_every_purpose_of_every_tier(name: str, clips: bool, tmp_path: Path) -> None:
+def test_every_purpose_of_every_tier(name: str, clipping: Clipping, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(CONFIG).train()
     spec = spec_of_model(model)
     job = Job(
         tokens=4 * 64,
         seq_len=64,
-        clips=clips,
+        clipping=clipping,
         dtype="fp32",
         budgets=Budgets(disk_path=str(tmp_path)),
         checkpoints=True,
@@ -67,13 +67,19 @@ def test_every_purpose_of_every_tier(name: str, clips: bool, tmp_path: Path) -> 
     plan = plan_of(spec, machine_named("h200-pcie5"), job, placement)
     model = outcore.offload(model, plan=plan, device="cpu")
     optimizer = outcore.AdamW(
-        model, lr=1e-3, max_grad_norm=1.0 if clips else None, update_during_backward=not clips
+        model,
+        lr=1e-3,
+        max_grad_norm=None if clipping == "none" else 1.0,
+        update_during_backward=clipping != "waiting",
     )
     checkpoints = AsyncCheckpoints(CheckpointFolder(tmp_path / "it"), model, optimizer)
     ids = torch.randint(0, 2048, (4, 64))
-    for _ in range(3):
+
+    def forward_and_backward() -> None:
         model(input_ids=ids, labels=ids).loss.backward()
-        optimizer.step()
+
+    for _ in range(3):
+        optimizer.step(forward_and_backward)
         optimizer.zero_grad()
     for tier in outcore.engine_of(model).report():
         planned = {

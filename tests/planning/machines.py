@@ -140,6 +140,6 @@ def jobs(draw: Any) -> Job:
     return Job(
         tokens=seq_len * draw(st.integers(1, 32)),
         seq_len=seq_len,
-        clips=draw(st.booleans()),
+        clipping=draw(st.sampled_from(["waiting", "two-pass", "none"])),
         state_format=draw(st.sampled_from(["fp32", "compact", "minimal"])),
     )

@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 
 from outcore.planning import words
 from outcore.planning.explain import explain
-from outcore.planning.plan import BlockPlan, Job, Plan
+from outcore.planning.plan import BlockPlan, Clipping, Job, Plan
 from outcore.planning.smaller_budget import SmallerBudget, next_smaller_bytes
 
 
@@ -42,15 +42,16 @@ def test_runs_cover_every_block_once_and_a_lone_one_is_singular() -> None:
 
 
 @pytest.mark.parametrize(
-    ("clips", "state", "home"),
-    [(True, "device", "device"), (True, "host", "host"), (True, "disk", "host")],
+    ("state", "home"), [("device", "device"), ("host", "host"), ("disk", "host")]
 )
-def test_gradients_that_wait_wait_with_the_state(clips: bool, state: str, home: str) -> None:
+def test_gradients_that_wait_wait_with_the_state(state: str, home: str) -> None:
     block = BlockPlan(weights="host", state=state, activations="keep")  # type: ignore[arg-type]
-    plan = make_plan(blocks=(block,), job=Job(tokens=8, seq_len=4, clips=clips))
+    plan = make_plan(blocks=(block,), job=Job(tokens=8, seq_len=4))
     assert words.home_rows(plan)[1].gradients == home
-    unclipped = replace(plan, job=replace(plan.job, clips=False))
-    assert words.home_rows(unclipped)[1].gradients == "used at once"
+    clippings: tuple[Clipping, ...] = ("two-pass", "none")
+    for clipping in clippings:
+        passing = replace(plan, job=replace(plan.job, clipping=clipping))
+        assert words.home_rows(passing)[1].gradients == "used at once"
 
 
 def test_budgets_are_the_askers_then_the_machines() -> None:

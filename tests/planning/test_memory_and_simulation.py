@@ -17,7 +17,7 @@ from outcore.planning.choices import TIERS, Choice, Choices
 from outcore.planning.loss_chunks import chunk_rows
 from outcore.planning.memory import budgets_of, totals
 from outcore.planning.micro_batch import pick_micro_batch
-from outcore.planning.plan import LANES, Budgets, Job, Plan
+from outcore.planning.plan import LANES, Budgets, Clipping, Job, Plan
 from outcore.planning.search import fitting_choices, plan_of
 from outcore.planning.state_bytes import StateBytes
 
@@ -61,8 +61,9 @@ def test_the_lower_bound_is_not_above_the_simulation(
 
 
 def test_a_lane_does_one_thing_at_a_time() -> None:
-    for clips in (True, False):
-        plan = plan_for(Choice(num_visits=3, last_kept=4), replace(JOB, clips=clips))
+    clippings: tuple[Clipping, ...] = ("waiting", "two-pass", "none")
+    for clipping in clippings:
+        plan = plan_for(Choice(num_visits=3, last_kept=4), replace(JOB, clipping=clipping))
         for lane in LANES:
             spans = [s for s in plan.prediction.timeline if s.lane == lane]
             for earlier, later in pairwise(spans):
@@ -71,9 +72,24 @@ def test_a_lane_does_one_thing_at_a_time() -> None:
         assert max(s.end_s for s in plan.prediction.timeline) <= plan.prediction.step_s + 1e-9
 
 
+def test_a_second_pass_costs_a_forward_and_a_backward() -> None:
+    clippings: tuple[Clipping, ...] = ("two-pass", "none")
+    two_pass, none = (
+        plan_for(Choice(num_visits=3), replace(JOB, clipping=clipping)) for clipping in clippings
+    )
+    assert two_pass.peak_bytes == none.peak_bytes
+    assert two_pass.prediction.busy_s["compute"] == pytest.approx(
+        2 * none.prediction.busy_s["compute"], rel=0.05
+    )
+    for lane in ("host cores", "to host"):  # gradients leave once, and are used once
+        assert two_pass.prediction.busy_s[lane] == pytest.approx(none.prediction.busy_s[lane])
+    assert two_pass.prediction.step_s > 1.5 * none.prediction.step_s
+
+
 def test_updates_that_wait_for_clipping_cost_time() -> None:
+    clippings: tuple[Clipping, ...] = ("waiting", "none")
     waiting, passing = (
-        plan_for(Choice(), replace(JOB, clips=clips)).prediction for clips in (True, False)
+        plan_for(Choice(), replace(JOB, clipping=clipping)).prediction for clipping in clippings
     )
     assert waiting.step_s > passing.step_s
     assert waiting.binding_lane == "host cores"

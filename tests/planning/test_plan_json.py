@@ -33,7 +33,7 @@ jobs = st.builds(
     Job,
     tokens=st.integers(1, 2**40),
     seq_len=st.integers(1, 2**20),
-    clips=st.booleans(),
+    clipping=st.sampled_from(["waiting", "two-pass", "none"]),
     dtype=st.sampled_from(["bf16", "fp32"]),
     state_format=st.sampled_from(["fp32", "compact", "minimal"]),
     micro_batch=st.none() | st.integers(1, 999),
@@ -111,7 +111,7 @@ MISTAKES: list[tuple[list[Any], Any, str]] = [
     (["peak_bytes", "host"], 7, "must be an object"),
     (["job", "tokens"], 0, "job.tokens must be 1 to"),
     (["job", "tokens"], True, "must be a whole number, not True"),
-    (["job", "clips"], 1, "must be true or false"),
+    (["job", "clipping"], True, "must be one of waiting, two-pass, none"),
     (["job", "dtype"], "fp16", "one of bf16, fp32"),
     (["job", "budgets", "device_bytes"], "24GiB", "must be a whole number"),
     (["job", "budgets", "disk_path"], 5, "must be a text"),
@@ -149,9 +149,20 @@ def test_what_is_missing_is_named() -> None:
         plan_from_dict(data)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None, True, 1.0])
+@pytest.mark.parametrize(("clips", "clipping"), [(True, "waiting"), (False, "none")])
+def test_version_1_is_read(clips: bool, clipping: str) -> None:
+    data = plan_to_dict(make_plan())
+    del data["plan"]["job"]["clipping"]
+    data["plan"]["job"]["clips"] = clips
+    assert plan_from_dict({**data, "version": 1}).job.clipping == clipping
+    data["plan"]["job"]["clips"] = 1
+    with pytest.raises(ValueError, match="clips must be true or false"):
+        plan_from_dict({**data, "version": 1})
+
+
+@pytest.mark.parametrize("version", [0, 3, "1", None, True, 1.0])
 def test_another_version_is_refused(version: Any) -> None:
-    with pytest.raises(ValueError, match="this Outcore reads version 1"):
+    with pytest.raises(ValueError, match="this Outcore reads versions 1 to 2"):
         plan_from_dict({**plan_to_dict(make_plan()), "version": version})
 
 

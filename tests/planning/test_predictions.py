@@ -78,7 +78,11 @@ def predicted(row: dict[str, Any]) -> Plan:
         job = plan_from_dict(row["notes"]["plan"]).job
     else:
         tokens = round(row["tokens_per_s"] * row["step_s"])
-        job = Job(tokens=tokens, seq_len=SEQ_LEN, clips=row["notes"]["clipping"])
+        job = Job(
+            tokens=tokens,
+            seq_len=SEQ_LEN,
+            clipping="waiting" if row["notes"]["clipping"] else "none",
+        )
     return plan_of(spec, H200, job, measured_placement(row, len(spec.blocks)))
 
 
@@ -145,5 +149,5 @@ def test_the_prototypes_32b_block_shape() -> None:
     placement = Placement(
         blocks=(block,) * 12, edge_state="host", micro_batch=4, num_slots=3, num_visits=0
     )
-    plan = plan_of(spec, H200, Job(tokens=32_768, seq_len=2048, clips=False), placement)
+    plan = plan_of(spec, H200, Job(tokens=32_768, seq_len=2048, clipping="none"), placement)
     assert plan.prediction.tflops == pytest.approx(440, rel=0.10)

@@ -58,8 +58,8 @@ def test_a_pair_where_no_single_change_fits() -> None:
 
 def test_three_changes_where_no_pair_fits() -> None:
     found = refusal("llama-3.1-70b", Job(tokens=65_536, seq_len=2048, budgets=NO_DISK))
-    assert found.changes[0].options.startswith("--tokens 57344 --no-clipping --disk PATH:")
-    assert found.changes[0].what.startswith("tokens=57344, clipping=False and disk=")
+    assert found.changes[0].options.startswith("--tokens 57344 --clip-in-two-passes --disk PATH:")
+    assert found.changes[0].what.startswith('tokens=57344, clipping="two-pass" and disk=')
 
 
 def test_a_larger_budget_with_the_disk_where_the_machine_has_both() -> None:
@@ -91,7 +91,7 @@ ASKED = Job(tokens=32_768, seq_len=2048, budgets=NO_DISK)
     [
         ({"tokens": 2048}, "tokens=2048", "--tokens 2048"),
         ({"micro_batch": 1}, "micro_batch=1", "--micro-batch 1"),
-        ({"clips": False}, "clipping=False", "--no-clipping"),
+        ({"clipping": "two-pass"}, 'clipping="two-pass"', "--clip-in-two-passes"),
         ({"state_format": "compact"}, 'state_format="compact"', "--state compact"),
         (
             {"budgets": replace(NO_DISK, disk_bytes=64 * GIB)},
@@ -114,9 +114,9 @@ ASKED = Job(tokens=32_768, seq_len=2048, budgets=NO_DISK)
             "48.0 GiB of device memory (the machine has 23.5 GiB)",
         ),
         (
-            {"tokens": 2048, "clips": False, "state_format": "minimal"},
-            'tokens=2048, clipping=False and state_format="minimal"',
-            "--tokens 2048 --no-clipping --state minimal",
+            {"tokens": 2048, "clipping": "two-pass", "state_format": "minimal"},
+            'tokens=2048, clipping="two-pass" and state_format="minimal"',
+            "--tokens 2048 --clip-in-two-passes --state minimal",
         ),
     ],
 )

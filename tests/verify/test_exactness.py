@@ -289,5 +289,5 @@ def test_notices_compute_that_does_not_wait_for_copies(monkeypatch: pytest.Monke
 
 def test_notices_recomputes_with_other_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     """The resident run recomputes; a kept one does not, so a wrong random state must show."""
-    monkeypatch.setattr("outcore.engine.random_state.RandomState.restore", lambda self: None)
+    monkeypatch.setattr("outcore.random_state.RandomState.restore", lambda self: None)
     assert not _is_exact(Placement(name="kept", options={**BOTH, "activations": "keep"}))
