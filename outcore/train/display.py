@@ -45,7 +45,8 @@ class Display:
         self._last_line_s = 0.0
 
     def message(self, what: str) -> None:
-        self.console.print(escape(what))
+        # Where nobody watches, what is one line stays one: for grep, and for logs.
+        self.console.print(escape(what), soft_wrap=not self.console.is_terminal)
 
     def tokenising(self, progress: TokenProgress) -> None:
         now_s = time.perf_counter()

@@ -209,11 +209,12 @@ def run_steps(
     optimizer: torch.optim.Optimizer,
     job: VerifyJob,
     *,
-    reversed_batch: bool = False,
+    rounds_otherwise: bool = False,
 ) -> list[float]:
     """Run the job's steps with a warm-up and a falling schedule; return the losses.
 
-    ``reversed_batch`` takes each batch's sequences in reverse: the same sums, rounded otherwise.
+    ``rounds_otherwise`` takes each batch's sequences in reverse, and in halves: the same sums in
+    another order, of products of other shapes.
     """
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 4) * (1 - 0.5 * step / job.steps)
@@ -221,15 +222,26 @@ def run_steps(
     losses: list[Tensor] = []
     torch.manual_seed(job.seed + 1)  # dropout
     for batch in batches(model, job):
-        if reversed_batch:
-            batch = {name: tensor.flip(0) for name, tensor in batch.items()}
-        loss = model(**batch).loss
-        loss.backward()
+        loss = torch.zeros((), device=job.device)
+        for part, share in _halves(batch) if rounds_otherwise else [(batch, 1.0)]:
+            part_loss = model(**part).loss
+            (part_loss if share == 1 else part_loss * share).backward()
+            loss += part_loss.detach() * share
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(loss)
     return [float(loss) for loss in losses]
+
+
+def _halves(batch: dict[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], float]]:
+    """Yield both halves of a batch in reverse, with their shares of the labels that count."""
+    num_sequences, counted = len(batch["labels"]), int((batch["labels"] != -100).sum())
+    backwards = {name: tensor.flip(0) for name, tensor in batch.items()}
+    for half in filter(len, torch.arange(num_sequences).tensor_split(2)):
+        cut = slice(int(half[0]), int(half[-1]) + 1)
+        part = {name: tensor[cut] for name, tensor in backwards.items()}
+        yield part, int((part["labels"] != -100).sum()) / counted
 
 
 def batches(model: nn.Module, job: VerifyJob) -> Iterator[dict[str, Tensor]]:

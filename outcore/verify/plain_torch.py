@@ -3,7 +3,7 @@
 Outcore agrees with torch to rounding, not to the bit. Where a parameter's gradient is nothing but
 rounding noise (a key bias: softmax does not see it), Adam scales the noise up to full steps, and
 no two implementations agree. torch tells which parameters these are: it trains twice, with both of
-its AdamW implementations and with each batch in two orders, which changes nothing but roundings.
+its AdamW implementations, and with each batch whole and in halves, which changes only roundings.
 Where the two differ, Outcore cannot be asked to be closer than they are to each other.
 """
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import outcore
+from outcore.optim.gradients import squared_norm
 from outcore.verify.exactness import ModelFactory, VerifyJob, free_memory, param_groups, run_steps
 
 TOLERANCE = 1e-5  # largest relative difference from torch that counts as rounding
@@ -77,7 +78,7 @@ def compare_with_plain_torch(make_model: ModelFactory, job: VerifyJob) -> dict[s
 def train_plain(make_model: ModelFactory, job: VerifyJob, *, fused: bool) -> dict[str, Tensor]:
     """Return the parameters, on the host, of a run without Outcore.
 
-    It has foreach AdamW; or fused AdamW, and each batch in reverse, to round differently.
+    It has foreach AdamW; or fused AdamW, and each batch backwards in halves, to round differently.
     """
     torch.manual_seed(job.seed)
     model = make_model().to(job.device).float().eval()
@@ -91,7 +92,7 @@ def train_plain(make_model: ModelFactory, job: VerifyJob, *, fused: bool) -> dic
     if job.max_grad_norm is not None:
         optimizer.register_step_pre_hook(functools.partial(_clip, model, job.max_grad_norm))
     try:
-        run_steps(model, optimizer, job, reversed_batch=fused)
+        run_steps(model, optimizer, job, rounds_otherwise=fused)
         return {name: _on_host(parameter) for name, parameter in model.named_parameters()}
     finally:
         del model, optimizer
@@ -138,7 +139,10 @@ def _relative_difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _clip(model: nn.Module, max_grad_norm: float, *_: Any) -> None:
-    nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    """Clip as torch does, to the norm in fp64: its own fp32 sums lose digits in large tensors."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = math.sqrt(math.fsum(float(squared_norm(gradient)) for gradient in gradients))
+    nn.utils.clip_grads_with_norm_(model.parameters(), max_grad_norm, torch.tensor(norm))
 
 
 def _on_host(parameter: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -201,6 +202,12 @@ def test_a_malformed_row_is_named(files: Files) -> None:
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(files: Files) -> None:
     with pytest.raises(DoesNotFit, match="device needs"):
         train(files.settings(device_memory="100KiB"), quiet())
+
+
+def test_a_step_is_one_line_where_nobody_watches() -> None:
+    written = io.StringIO()
+    Display(Console(file=written, width=40)).message("step 1/10  " + "loss 12.6646  " * 9)
+    assert written.getvalue().count("\n") == 1
 
 
 def test_plain_lines_and_the_live_display_tell_the_same(files: Files) -> None:
