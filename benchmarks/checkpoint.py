@@ -1,11 +1,12 @@
 """How much longer steps take while a checkpoint is written.
 
-    python benchmarks/checkpoint.py [--layers 12] [--width 768] [--steps 6] [--folder DIR]
+    python benchmarks/checkpoint.py [--layers 12] [--width 768] [--rounds 6] [--folder DIR]
+    python benchmarks/checkpoint.py --shape qwen2.5-3b --device cuda --sequences 16 --seq-len 2048
 
-Trains a Llama of about 100 M parameters on the CPU device, with its state on the host: steps
-without checkpoints, steps while one is being written, and what a synchronous one takes. Prints one
-JSON object. On few cores the writer, the copies and the training share them: what is measured there
-is the worst case.
+Trains a Llama of about 100 M parameters on the CPU device, or a shape, with its state on the host:
+steps without checkpoints, steps while one is being written, and what a synchronous one takes.
+Prints one JSON object. On few cores the writer, the copies and the training share them: what is
+measured there is the worst case.
 """
 
 from __future__ import annotations
@@ -20,22 +21,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 import outcore
+from outcore.bench.peers.measure import synchronize
 from outcore.checkpoint import run_state
 from outcore.checkpoint.async_checkpoints import AsyncCheckpoints
 from outcore.checkpoint.contents import checkpoint_bytes
 from outcore.checkpoint.folder import CheckpointFolder
+from outcore.cli.machine import machine_facts
+from outcore.shapes import shape_config
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", help="instead of --layers and --width")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=6, help="of each kind")
+    parser.add_argument("--rounds", type=int, default=6, help="checkpoints that are written")
     parser.add_argument("--folder", type=Path, help="for the checkpoints; default: a temporary one")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -43,7 +49,7 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace, path: Path) -> dict[str, Any]:
-    config = LlamaConfig(
+    config: Any = LlamaConfig(
         hidden_size=options.width,
         intermediate_size=4 * options.width,
         num_hidden_layers=options.layers,
@@ -51,8 +57,11 @@ def measured(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         num_key_value_heads=12,
         vocab_size=8192,
     )
+    if options.shape is not None:
+        config = shape_config(options.shape)
     torch.manual_seed(0)
-    model: Any = outcore.offload(LlamaForCausalLM(config).train(), device="cpu")
+    homes = {"weights": "host", "state": "host"}
+    model: Any = outcore.from_config(config, device=options.device, **homes).train()
     optimizer = outcore.AdamW(model, lr=1e-4, max_grad_norm=1.0)
     folder = CheckpointFolder(path)
     checkpoints = AsyncCheckpoints(folder, model, optimizer)
@@ -60,18 +69,19 @@ def measured(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     shape = (options.sequences, options.seq_len)
 
     def step() -> float:
-        ids = torch.randint(0, config.vocab_size, shape)
+        ids = torch.randint(0, config.vocab_size, shape, device=options.device)
         start = time.perf_counter()
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        synchronize()
         return time.perf_counter() - start
 
-    for _ in range(2):
+    for _ in range(3):  # state settles after the first
         step()
     without, during, begins, writes, core_s = [], [], [], [], []
     # In turns, so that both see the same of whatever else the machine does.
-    for _ in range(options.steps):
+    for _ in range(options.rounds):
         optimizer.synchronize()
         cores = time.process_time()
         plain = [step() for _ in range(3)]
@@ -95,6 +105,8 @@ def measured(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     checkpoints.close()
     plain_s, during_s = statistics.median(without), statistics.median(during)
     return {
+        "machine": machine_facts(),
+        "model": options.shape or "a Llama",
         "parameters": sum(p.numel() for p in model.parameters()),
         "checkpoint_bytes": checkpoint_bytes(model, optimizer),
         "cores": len(os.sched_getaffinity(0)),
