@@ -43,11 +43,18 @@ class _PinnableMap(mmap.mmap):
 
 
 class HostArena:
-    """One region of host memory that hands out flat, aligned, zeroed spans and grows no further."""
+    """One region of host memory that hands out flat, aligned, zeroed spans and grows no further.
+
+    touch: whether its pages are made now, so that none is left for the first step. Memory that is
+        filled at once and then pinned needs it not: filling makes the pages, and zeros written
+        before would cost as much time again.
+    """
 
     _warned_pageable = False
 
-    def __init__(self, num_bytes: int, *, purpose: str, ledger: Ledger, pin: bool) -> None:
+    def __init__(
+        self, num_bytes: int, *, purpose: str, ledger: Ledger, pin: bool, touch: bool = True
+    ) -> None:
         self.purpose = purpose
         self.num_bytes = max(num_bytes, _ALIGN_BYTES)
         self.is_pinned = False
@@ -55,7 +62,10 @@ class HostArena:
         self._ledger = ledger
         hold = ledger.hold(purpose, self.num_bytes, remedy=OUT_OF_HOST)
         try:
-            self._map = _PinnableMap(-1, self.num_bytes)
+            # Python's default is a shared map, which by default gets no huge pages.
+            self._map = _PinnableMap(
+                -1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            )
         except (OSError, ValueError) as error:
             hold.give_back()
             raise OutOfBudget(
@@ -66,9 +76,10 @@ class HostArena:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._bytes.zero_()  # first touch, in parallel: no page fault is left for the first step
+        if touch:
+            self._bytes.zero_()  # in parallel
         if pin:
-            self._register()
+            self.pin()
 
     def span(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the next ``numel`` elements of the arena, zeroed."""
@@ -78,12 +89,18 @@ class HostArena:
         self._used_bytes = start + aligned_bytes(numel, dtype)
         return self._bytes[start:end].view(dtype)
 
-    def _register(self) -> None:
+    def pin(self) -> None:
+        """Register the memory with CUDA; where that fails it stays pageable, with a warning."""
+        if self.is_pinned:
+            return
         address = self._bytes.data_ptr()
         error = int(torch.cuda.cudart().cudaHostRegister(address, self.num_bytes, 0))
         self.is_pinned = error == 0
         if self.is_pinned:
             self._map.pinned_address = address
+            if hasattr(mmap, "MADV_DONTFORK"):
+                # The system would copy pinned pages for every process that is forked, all at once.
+                self._map.madvise(mmap.MADV_DONTFORK)
             return
         _forget_cuda_error()
         if not HostArena._warned_pageable:

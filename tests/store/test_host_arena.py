@@ -1,5 +1,7 @@
 """Host arenas: exact, aligned, zeroed, disjoint, and given back when nobody needs them."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -60,3 +62,22 @@ def test_what_the_system_refuses_to_map() -> None:
     with pytest.raises(OutOfBudget, match=r"refused to map"):
         HostArena(1 << 62, purpose="weights", ledger=ledger, pin=False)
     assert ledger.taken_bytes == 0
+
+
+def test_memory_that_is_not_touched_is_zeroed_too() -> None:
+    arena = HostArena(1 << 20, purpose="w", ledger=Ledger("host", None), pin=False, touch=False)
+    assert not arena.span(1 << 20, torch.uint8).any()
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_its_map_is_a_private_one_that_can_have_huge_pages() -> None:
+    arena = HostArena(1 << 24, purpose="w", ledger=Ledger("host", None), pin=False)
+    address = arena.span(1 << 24, torch.uint8).data_ptr()
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    (access,) = [access for bounds, access, *_ in maps if is_inside(address, bounds)]
+    assert access == "rw-p"
+
+
+def is_inside(address: int, bounds: str) -> bool:
+    start, end = (int(bound, 16) for bound in bounds.split("-"))
+    return start <= address < end
