@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import weakref
 from os import PathLike
 from typing import Any, TypeVar
 
@@ -48,6 +49,8 @@ from outcore.stream.slots import Slots
 from outcore.units import format_bytes
 
 Model = TypeVar("Model", bound=nn.Module)
+
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # that are still in memory
 
 
 def offload(
@@ -239,6 +242,7 @@ def offload_from(
         disk=disk,
         plan=plan,
     )
+    _engines.add(engine)
     patch_model(model, engine, head)
     return model
 
@@ -277,7 +281,8 @@ def release(model: nn.Module) -> None:
 
 
 def _open_books(options: OffloadOptions) -> tuple[Ledger, Ledger]:
-    gc.collect()  # an offloaded model that was dropped is part of cycles, and may be large
+    if _engines:
+        gc.collect()  # an offloaded model that was dropped is part of cycles, and may be large
     available = available_host_bytes()
     host_budget = options.host_memory_bytes
     if host_budget is not None and available is not None and host_budget > available:
