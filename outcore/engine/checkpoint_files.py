@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from outcore.engine.file_stream import FileStream
-from outcore.engine.safetensors_header import num_elements, read_header
+from outcore.engine.file_ranges import FileRange, read_ranges
+from outcore.engine.safetensors_header import Header, num_elements, read_header
 from outcore.errors import StoreError
 
 INDEX = "model.safetensors.index.json"
@@ -24,16 +27,34 @@ _DTYPES = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Wanted:
+    """A stored tensor, and who takes its values.
+
+    ``put`` gets runs of its elements, flat and of the type that is stored, with the element that
+    each begins with; in no order, from several threads at once. A run lasts until ``put`` returns,
+    and begins and ends at multiples of ``run_numel``.
+    """
+
+    name: str
+    put: Callable[[Tensor, int], None]
+    run_numel: int
+    owner: Hashable
+
+
 class CheckpointFiles:
     """Maps tensor names to files inside one directory; never opens anything outside it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._file_of = self._read_index()
-        self._headers = {path: read_header(path) for path in sorted(set(self._file_of.values()))}
-        self.num_elements = sum(map(num_elements, self._headers.values()))
-        self._stream: FileStream | None = None
-        self._memory = torch.empty(0, dtype=torch.uint8)  # of the part that is read
+        single = directory / SINGLE
+        if single.is_file():
+            self._headers = {single: _header(single)}
+            self._file_of = dict.fromkeys(self._headers[single].entries, single)
+        else:
+            self._file_of = self._read_index()
+            self._headers = {path: _header(path) for path in sorted(set(self._file_of.values()))}
+        self.num_elements = sum(num_elements(header.entries) for header in self._headers.values())
 
     def holds_all(self, model: nn.Module) -> bool:
         """Whether every parameter is stored under its own name with its own shape."""
@@ -44,51 +65,44 @@ class CheckpointFiles:
 
     def is_wider_than_bf16(self, name: str) -> bool:
         """Whether bf16 would round away some of what is stored under the name."""
-        return self._dtype(name) != "BF16"
+        return self._shape_and_type(name)[1] != "BF16"
 
     def load_buffers(self, model: nn.Module) -> None:
         for name, buffer in model.named_buffers():
             if name in self._file_of:
                 buffer.copy_(self.tensor(name))
 
-    def tensors(self, names: dict[str, str]) -> dict[str, Tensor]:
-        """Return the tensors stored under ``names``' values; they last until the next call."""
-        entries = {key: self._entry(name) for key, name in names.items()}
-        sizes = {key: _aligned(end - start) for key, (_, _, start, end) in entries.items()}
-        if sum(sizes.values()) > self._memory.numel():
-            self._memory = torch.empty(sum(sizes.values()), dtype=torch.uint8)
-        found, place = {}, 0
-        for key, (dtype, shape, start, end) in entries.items():
-            flat = self._memory[place : place + end - start]
-            self._stream_of(self._file_of[names[key]]).read(flat, start)
-            found[key] = flat.view(dtype).view(shape)
-            place += sizes[key]
-        return found
+    def read(self, wanted: Sequence[Wanted], *, pin: bool) -> Iterator[Hashable]:
+        """Read tensors, in the order of the files; yield each owner when it has all of its own.
 
-    def close(self) -> None:
-        """Give back the file and the memory that parts were read through."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        pin: whether values go on to a GPU.
+        """
+        return read_ranges([self._range(one) for one in wanted], pin=pin)
 
-    def _entry(self, name: str) -> tuple[torch.dtype, list[int], int, int]:
-        """Return a tensor's type and shape, and where its bytes are in its file."""
-        shape, dtype = self._header(name)  # by the library, which has checked the header
-        path = self._file_of[name]
-        start, end = self._headers[path][name]["data_offsets"]
-        if end - start != math.prod(shape) * _DTYPES[dtype].itemsize:
-            raise StoreError(f"{path}: tensor {name} has {end - start} bytes, not its shape's")
-        with path.open("rb") as file:
-            first = 8 + int.from_bytes(file.read(8), "little")
-        return _DTYPES[dtype], shape, first + start, first + end
+    def _range(self, wanted: Wanted) -> FileRange:
+        path = self._file_of[wanted.name]
+        shape, stored_as = self._shape_and_type(wanted.name)
+        dtype = _DTYPES[stored_as]
+        header = self._headers[path]
+        start, end = header.entries[wanted.name]["data_offsets"]
+        if end - start != math.prod(shape) * dtype.itemsize:
+            raise StoreError(
+                f"{path}: tensor {wanted.name} has {end - start} bytes, not its shape's"
+            )
 
-    def _stream_of(self, path: Path) -> FileStream:
-        if self._stream is None or self._stream.path != path:
-            if self._stream is not None:
-                self._stream.close()
-            self._stream = FileStream(path)
-        return self._stream
+        def put(run: Tensor, first_byte: int) -> None:
+            if run.storage_offset() % dtype.itemsize:
+                run = run.clone()  # to where the type can be viewed
+            wanted.put(run.view(dtype), first_byte // dtype.itemsize)
+
+        return FileRange(
+            path=path,
+            start=header.data_start + start,
+            end=header.data_start + end,
+            put=put,
+            granule_bytes=wanted.run_numel * dtype.itemsize,
+            owner=wanted.owner,
+        )
 
     def tensor(self, name: str) -> Tensor:
         path = self._file_of[name]
@@ -100,31 +114,22 @@ class CheckpointFiles:
             raise StoreError(f"{path}: cannot read tensor {name}: {error}") from error
 
     def _shape(self, name: str) -> list[int]:
-        return self._header(name)[0]
+        return self._shape_and_type(name)[0]
 
-    def _dtype(self, name: str) -> str:
-        return self._header(name)[1]
-
-    def _header(self, name: str) -> tuple[list[int], str]:
+    def _shape_and_type(self, name: str) -> tuple[list[int], str]:
         """Return a tensor's shape and type; refuses types that are not plain numbers."""
         path = self._file_of[name]
-        try:
-            with safe_open(path, framework="pt") as file:
-                entry = file.get_slice(name)
-                shape, dtype = list(entry.get_shape()), str(entry.get_dtype())
-        except (OSError, SafetensorError) as error:
-            raise StoreError(f"{path}: cannot read tensor {name}: {error}") from error
-        if dtype not in _DTYPES:
+        entry: Any = self._headers[path].entries.get(name)
+        if entry is None:
+            raise StoreError(f"{path}: has no tensor {name}, though {INDEX} says so", path=path)
+        if entry["dtype"] not in _DTYPES:
             raise StoreError(
-                f"{path}: tensor {name} is {dtype}, which needs scales to mean anything; only "
-                f"{', '.join(_DTYPES)} weights can be loaded. Dequantize the model first."
+                f"{path}: tensor {name} is {entry['dtype']}, which needs scales to mean anything; "
+                f"only {', '.join(_DTYPES)} weights can be loaded. Dequantize the model first."
             )
-        return shape, dtype
+        return entry["shape"], entry["dtype"]
 
     def _read_index(self) -> dict[str, Path]:
-        single = self._directory / SINGLE
-        if single.is_file():
-            return dict.fromkeys(self._keys(single), single)
         index = self._directory / INDEX
         if not index.is_file():
             raise StoreError(
@@ -147,14 +152,15 @@ class CheckpointFiles:
             raise StoreError(f"{path} is named in {INDEX} but is missing")
         return path
 
-    def _keys(self, path: Path) -> list[str]:
-        try:
-            with safe_open(path, framework="pt") as file:
-                return list(file.keys())
-        except (OSError, SafetensorError) as error:
-            raise StoreError(f"{path}: not a safetensors file: {error}") from error
 
-
-def _aligned(num_bytes: int) -> int:
-    """Where the next tensor may begin: any type can be viewed there."""
-    return -(-num_bytes // 64) * 64
+def _header(path: Path) -> Header:
+    """Read a file's header, and have the library check its offsets, sizes and types."""
+    header = read_header(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"{path}: not a safetensors file: {error}", path=path) from error
+    if names != set(header.entries):
+        raise StoreError(f"{path}: not a safetensors file: its header changed", path=path)
+    return header

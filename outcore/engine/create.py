@@ -6,8 +6,7 @@ unit's values are made or read only when its home is ready.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,12 @@ from torch import Tensor, nn
 
 from outcore.adapters import with_adapters
 from outcore.blocks import Part
-from outcore.engine.checkpoint_files import CheckpointFiles
+from outcore.engine.checkpoint_files import CheckpointFiles, Wanted
 from outcore.engine.converted import check_size, converted
 from outcore.engine.offload import offload, offload_from, resolve_options
 from outcore.engine.offloaded import Engine
 from outcore.engine.options import OffloadOptions
+from outcore.engine.placement import Places
 from outcore.errors import UnsupportedModel
 from outcore.model_config import read_config
 from outcore.model_directory import model_directory
@@ -85,13 +85,13 @@ def load(
         if adapters is not None:
             model = with_adapters(base, adapters)
         return offload(model, **options)
-    stored = _Stored(files, base)
+    names = {id(parameter): name for name, parameter in base.named_parameters()}
     model = _frozen_if_packed(base, options)
     if adapters is not None:
         model = with_adapters(base, adapters)
     checked, plan = resolved or resolve_options(model, **options)
-    with contextlib.closing(files):
-        model = offload_from(model, checked, source=stored, plan=plan)
+    stored = _Stored(files, names, checked.device)
+    model = offload_from(model, checked, source=stored, plan=plan)
     _fill_meta_buffers(base, checked.device)
     files.load_buffers(base)
     if (path / "generation_config.json").is_file():
@@ -108,15 +108,31 @@ def _frozen_if_packed(base: Any, options: dict[str, Any]) -> Any:
 class _Stored:
     """Reads each part's values from files, by the names that parameters had before adapters."""
 
-    def __init__(self, files: CheckpointFiles, base: nn.Module) -> None:
+    is_on_host = True
+
+    def __init__(self, files: CheckpointFiles, names: dict[int, str], device: torch.device) -> None:
         self._files = files
-        self._names = {id(parameter): name for name, parameter in base.named_parameters()}
+        self._names = names  # by the parameter's id
+        self._device = device
 
     def is_wider_than_bf16(self, part: Part) -> bool:
         return any(self._files.is_wider_than_bf16(name) for name in self._stored(part).values())
 
-    def values(self, part: Part) -> dict[str, Tensor]:
-        return self._files.tensors(self._stored(part))
+    def fill(self, wanted: Sequence[tuple[Part, Places]]) -> Iterator[Part]:
+        parts = {id(part): part for part, _ in wanted}
+        tensors = [
+            Wanted(
+                name=self._names[id(part.parameters[name])],
+                put=place.put,
+                run_numel=place.run_numel,
+                owner=id(part),
+            )
+            for part, places in wanted
+            for name, place in places.items()
+        ]
+        for owner in self._files.read(tensors, pin=self._device.type == "cuda"):
+            assert isinstance(owner, int)
+            yield parts[owner]
 
     def _stored(self, part: Part) -> dict[str, str]:
         return {name: self._names[id(p)] for name, p in part.parameters.items() if p.is_meta}
@@ -135,10 +151,22 @@ class _Initialised:
         self._model = model
         self._device = options.device
 
+    @property
+    def is_on_host(self) -> bool:
+        return self._device.type == "cpu"
+
     def is_wider_than_bf16(self, part: Part) -> bool:
         return False  # a random draw loses nothing by being rounded
 
-    def values(self, part: Part) -> dict[str, Tensor]:
+    def fill(self, wanted: Sequence[tuple[Part, Places]]) -> Iterator[Part]:
+        for part, places in wanted:
+            values = self._values(part)
+            for name, place in places.items():
+                place.put(values.pop(name).reshape(-1), 0)
+            del values
+            yield part
+
+    def _values(self, part: Part) -> dict[str, Tensor]:
         modules = list(_children_first(part.module)) if part.is_block else [part.module]
         for module in modules:
             own = list(module.parameters(recurse=False))

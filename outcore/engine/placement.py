@@ -5,6 +5,8 @@ Everything that can be refused is refused before the first parameter is touched.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -13,26 +15,39 @@ from torch import Tensor, nn
 from outcore.blocks import Part, end_module, find_parts, runs_as_block
 from outcore.engine.options import OffloadOptions
 from outcore.engine.packed_parameters import Replaced, replace_parameter
+from outcore.engine.places import Place, places_in
 from outcore.errors import UnsupportedModel
-from outcore.kernels import split_master24, split_master_
 from outcore.kernels.packed_format import PackedFormat, check_range
 from outcore.optim.backend import MakeDisk
 from outcore.optim.disk_updater import num_weight_buffers
 from outcore.optim.updates import MAX_PIECE_ELEMENTS
-from outcore.store.host_arena import HostArena, aligned_bytes
+from outcore.store.host_arena import OUT_OF_HOST, HostArena, aligned_bytes
 from outcore.store.ledger import Ledger
 from outcore.store.packed_spans import PackedLayout, is_packable
 from outcore.store.spans import SpanLayout
 from outcore.stream.disk_tensors import DiskShape
 from outcore.stream.unit import Unit
 
+Places = Mapping[str, Place]
+"""By the names of a part's parameters."""
+
 
 class Source(Protocol):
     """Gives the values of parts whose parameters are on the meta device."""
 
-    def values(self, part: Part) -> dict[str, Tensor]: ...
+    @property
+    def is_on_host(self) -> bool:
+        """Whether values come from host memory, and not from the device."""
+        ...
 
     def is_wider_than_bf16(self, part: Part) -> bool: ...
+
+    def fill(self, wanted: Sequence[tuple[Part, Places]]) -> Iterator[Part]:
+        """Put the values of each part's parameters in their places; yield the parts that are done.
+
+        A part that was yielded has got other parameters when the next one is asked for.
+        """
+        ...
 
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -118,19 +133,31 @@ def place_units(
         sum(u.span_numel * u.dtype.itemsize for u in resident),
         remedy='Use weights="host", or a larger device_memory.',
     )
-    arena = remainders = None
-    if streamed:
-        total = sum(aligned_bytes(u.span_numel, u.dtype) for u in streamed)
-        arena = HostArena(total, purpose="weights", ledger=host_ledger, pin=pin)
+    # Before any is allocated.
+    host_ledger.check("weights", sum(map(_home_bytes, streamed)), remedy=OUT_OF_HOST)
+    arenas = {}
+    remainders = None
     if remainder is not None and with_remainder:
         total = sum(
             aligned_bytes(u.layout.trainable_numel, remainder.dtype) for u in with_remainder
         )
-        remainders = HostArena(total, purpose="optimizer state", ledger=host_ledger, pin=pin)
+        remainders = HostArena(
+            total, purpose="optimizer state", ledger=host_ledger, pin=pin, touch=pin
+        )
     for unit in units:
-        if unit in streamed:
-            assert arena is not None
+        if unit.weights_home == "host":
+            # What is filled from the host is pinned when it is full, while others are filled. A GPU
+            # copies into pinned memory.
+            later = source is not None and source.is_on_host and unit.packed is None
+            arena = HostArena(
+                _home_bytes(unit),
+                purpose="weights",
+                ledger=host_ledger,
+                pin=pin and not later,
+                touch=not later,
+            )
             unit.host_weight = arena.span(unit.span_numel, unit.dtype)
+            arenas[unit.index] = arena
         elif unit.weights_home == "device":
             unit.device_weight = torch.zeros(
                 unit.span_numel, dtype=unit.dtype, device=options.device
@@ -151,10 +178,32 @@ def place_units(
         for unit, tensor in zip(on_disk, disk.tensors, strict=True):
             unit.disk_weight, unit.host_weight = tensor, tensor.mapped
     replaced: Replaced = {}
-    for unit in units:
-        loaded = source.values(unit.part) if source is not None else {}
-        _move_in(unit, loaded, replaced, options.device)
+    _wait_for(options.device)  # zeros: the threads of a source have streams of their own
+    for together in _turns(units):
+        for unit in _move_in(together, source, replaced, options.device):
+            if pin and unit.index in arenas:
+                arenas[unit.index].pin()
+    _wait_for(options.device)
     return replaced
+
+
+def _home_bytes(unit: Unit) -> int:
+    return aligned_bytes(unit.span_numel, unit.dtype)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _turns(units: list[Unit]) -> Iterator[list[Unit]]:
+    """Return units that can be filled at the same time, in order.
+
+    On the way to disk values pass through memory beside the homes: one unit at a time.
+    """
+    for on_disk, run in groupby(units, key=lambda unit: unit.disk_weight is not None):
+        together = list(run)
+        yield from ([unit] for unit in together) if on_disk else [together]
 
 
 def _check_packable_values(units: list[Unit]) -> None:
@@ -178,67 +227,61 @@ def _needs_remainder(unit: Unit, source: Source | None) -> bool:
 
 
 def _move_in(
-    unit: Unit, loaded: dict[str, Tensor], replaced: Replaced, device: torch.device
-) -> None:
-    """Copy the unit's weights into its home and let its parameters point there.
+    units: list[Unit], source: Source | None, replaced: Replaced, device: torch.device
+) -> Iterator[Unit]:
+    """Copy the units' weights into their homes and let their parameters point there.
 
-    ``loaded`` has the values of parameters that are on meta. Matrices are packed on ``device``.
+    Yields each unit when its home is full. Matrices are packed on ``device``.
     """
-    home = unit.home
-    views = unit.layout.separate(home)
-    # On the way to disk values pass through memory: written to the mapped view, they would pass
-    # through the page cache and then have to be read again.
-    passing = torch.zeros_like(home) if unit.disk_weight is not None else home
-    places = unit.layout.separate(passing)
-    for field in unit.layout.fields:
-        parameter = unit.parameters[field.name]
-        values = _values(unit, field.name, loaded)
-        place = places[field.name]
-        if unit.remainder is not None and field.trainable:
-            master = values.float().reshape(-1).contiguous().to(place.device)
-            remainder = unit.remainder[field.offset : field.end]
-            split_into = (
-                remainder.to(place.device) if place.device != remainder.device else remainder
-            )
-            if remainder.dtype == torch.int8:
-                weight24, remainder24 = split_master24(master)
-                place.view(-1).copy_(weight24)
-                split_into.copy_(remainder24)
-            else:
-                split_master_(master, place.view(-1), split_into)
-            remainder.copy_(split_into)
-        else:
-            # Cast where the values are: a cast on the way between devices goes through pageable
-            # memory.
-            place.copy_(values.to(place.dtype))
+    arrivals = {id(unit.part): _Arrival(unit, device) for unit in units}
+    for arrival in arrivals.values():
+        if not arrival.on_meta:
+            yield arrival.complete(replaced)
+    wanted = [
+        (arrival.unit.part, arrival.on_meta) for arrival in arrivals.values() if arrival.on_meta
+    ]
+    if wanted:
+        assert source is not None
+        for part in source.fill(wanted):
+            yield arrivals[id(part)].complete(replaced)
+
+
+class _Arrival:
+    """A unit whose values are on their way to its home."""
+
+    def __init__(self, unit: Unit, device: torch.device) -> None:
+        self.unit = unit
+        # Written to the mapped view, what is on its way to disk would pass through the page cache
+        # and then have to be read again.
+        on_disk = unit.disk_weight is not None
+        self._passing = torch.zeros_like(unit.home) if on_disk else unit.home
+        places = places_in(unit, self._passing, device)
+        meta = {name for name, parameter in unit.parameters.items() if parameter.is_meta}
+        self.on_meta = {name: place for name, place in places.items() if name in meta}
+        self._others = {name: place for name, place in places.items() if name not in meta}
+
+    def complete(self, replaced: Replaced) -> Unit:
+        """Take the values that are not on meta too, and let all parameters point home."""
+        views = self.unit.layout.separate(self.unit.home)
+        for name, place in self._others.items():
+            place.put(self.unit.parameters[name].data.reshape(-1), 0)
+            self._point_home(name, views, replaced)
+        for name in self.on_meta:
+            self._point_home(name, views, replaced)
+        if self.unit.disk_weight is not None:
+            self.unit.disk_weight.write(self._passing)
+        return self.unit
+
+    def _point_home(self, name: str, views: dict[str, Tensor], replaced: Replaced) -> None:
+        parameter = self.unit.parameters[name]
         parameter.grad = None
-        view = views[field.name]
-        if not parameter.is_meta:
-            parameter.data = view  # the object stays: whoever holds it sees the new home
-            continue
-        replace_parameter(unit, field.name, view, replaced)
-    if unit.packed is not None:
-        span = unit.packed_span(passing)
-        for packed in unit.packed.fields:
-            values = _values(unit, packed.name, loaded)
-            unit.packed.store(span, packed, values, device)
-            del values
-            loaded.pop(packed.name, None)
-            empty = torch.empty(packed.shape, dtype=unit.dtype, device="meta")
-            replace_parameter(unit, packed.name, empty, replaced)
-    if unit.disk_weight is not None:
-        unit.disk_weight.write(passing)
-
-
-def _values(unit: Unit, name: str, loaded: dict[str, Tensor]) -> Tensor:
-    parameter = unit.parameters[name]
-    values = loaded[name] if parameter.is_meta else parameter.data
-    if values.shape != parameter.shape:
-        raise ValueError(
-            f"{unit.full_name(name)} has shape {tuple(values.shape)} in the checkpoint and "
-            f"{tuple(parameter.shape)} in the model"
-        )
-    return values
+        if name not in views:  # packed: its values are nowhere in their own type
+            empty = torch.empty(parameter.shape, dtype=self.unit.dtype, device="meta")
+            replace_parameter(self.unit, name, empty, replaced)
+        elif parameter.is_meta:
+            replace_parameter(self.unit, name, views[name], replaced)
+        else:
+            parameter.data = views[name]  # the object stays: whoever holds it sees the new home
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

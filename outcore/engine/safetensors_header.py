@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,16 @@ from outcore.errors import StoreError
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """Return name → entry, without the metadata; StoreError says what is wrong."""
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """Name → entry, without the metadata, and the byte of the file that offsets count from."""
+
+    entries: dict[str, Any]
+    data_start: int
+
+
+def read_header(path: Path) -> Header:
+    """Return what a file says that it holds; StoreError says what is wrong."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -33,13 +42,13 @@ def read_header(path: Path) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise _wrong(path, "its header is no table of tensors")
     header.pop("__metadata__", None)
-    return header
+    return Header(entries=header, data_start=8 + length)
 
 
-def num_elements(header: dict[str, Any]) -> int:
-    """Return the elements of all tensors that ``header`` names; what is malformed counts as 0."""
+def num_elements(entries: dict[str, Any]) -> int:
+    """Return the elements of all tensors that a header names; what is malformed counts as 0."""
     total = 0
-    for entry in header.values():
+    for entry in entries.values():
         shape = entry.get("shape") if isinstance(entry, dict) else None
         if isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape):
             total += math.prod(shape)

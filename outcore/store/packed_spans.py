@@ -98,13 +98,21 @@ class PackedLayout:
         scales = span[field.scales_offset : field.scales_offset + field.scale_bytes]
         return codes, scales.view(torch.bfloat16)
 
-    def store(self, span: Tensor, field: PackedField, values: Tensor, device: torch.device) -> None:
-        """Pack ``values``, on ``device``, into their place in ``span``; a few rows at a time."""
+    def store(
+        self,
+        span: Tensor,
+        field: PackedField,
+        values: Tensor,
+        device: torch.device,
+        *,
+        first_row: int = 0,
+    ) -> None:
+        """Pack rows of a matrix, on ``device``, into their place in ``span``, some at a time."""
         codes, scales = self.parts(span, field)
         matrix = values.detach().reshape(-1, values.shape[-1])
-        num_rows = max(1, _ROWS_AT_ONCE_ELEMENTS // matrix.shape[1])
-        first_code = first_scale = 0
-        for rows in matrix.split(num_rows):
+        before = torch.Size((first_row, matrix.shape[1]))
+        first_code, first_scale = self.format.code_bytes(before), self.format.num_blocks(before)
+        for rows in matrix.split(max(1, _ROWS_AT_ONCE_ELEMENTS // matrix.shape[1])):
             packed, scale = self.format.pack(rows.to(device))
             codes[first_code : first_code + packed.numel()].copy_(packed)
             scales[first_scale : first_scale + scale.numel()].copy_(scale)

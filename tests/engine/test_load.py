@@ -1,9 +1,12 @@
-"""``outcore.load``: what it refuses, and the master that it starts from."""
+"""``outcore.load``: what it reads and refuses, and the master that it starts from."""
 
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
+from outcore.engine import file_ranges
+from outcore.engine.checkpoint_files import CheckpointFiles, Wanted
 
 CONFIG = LlamaConfig(
     hidden_size=32,
@@ -70,3 +75,110 @@ def test_an_fp32_checkpoint_starts_from_its_fp32_master(directory: Path) -> None
         assert theirs.remainder is not None
         assert torch.equal(ours.remainder, theirs.remainder), ours.name
         assert ours.remainder.any() or "norm" in ours.name
+
+
+STORED = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+HOMES: dict[str, dict[str, Any]] = {
+    "fp32": {"dtype": torch.float32},
+    "bf16": {"dtype": torch.bfloat16},
+    "bf16 on the device": {"dtype": torch.bfloat16, "weights": "device"},
+    "24 bits": {"dtype": torch.bfloat16, "state_format": "compact"},
+    "no master": {"dtype": torch.bfloat16, "state_format": "minimal"},
+    "int8": {"dtype": torch.bfloat16, "frozen_weights": "int8"},
+    "int4": {"dtype": torch.bfloat16, "frozen_weights": "int4"},
+    "disk": {"dtype": torch.bfloat16, "weights": "disk", "state": "disk"},
+    "disk and host": {"dtype": torch.bfloat16, "weights": ["disk", "host", "disk"]},
+}
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("dtype", STORED, ids=str)
+def test_homes_have_the_same_bits_as_those_of_a_whole_model(
+    tmp_path: Path, dtype: torch.dtype, home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In shards, with windows so small that tensors lie in several."""
+    monkeypatch.setattr(file_ranges, "WINDOW_BYTES", 4096)
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**CONFIG.to_dict(), "hidden_size": 96, "tie_word_embeddings": True})
+    LlamaForCausalLM(config).to(dtype).save_pretrained(tmp_path / "model", max_shard_size="50KB")
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2
+    options = {"device": "cpu", **HOMES[home]}
+    if "disk" in home:
+        options["disk"] = str(tmp_path)
+    loaded = outcore.load(tmp_path / "model", **options)
+    whole = LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype)
+    whole.requires_grad_("frozen_weights" not in options)
+    outcore.offload(whole, **options)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    units = [outcore.engine_of(model).units for model in (loaded, whole)]
+    for ours, theirs in zip(*units, strict=True):
+        assert torch.equal(ours.home.view(torch.uint8), theirs.home.view(torch.uint8)), ours.name
+        assert (ours.remainder is None) == (theirs.remainder is None)
+        if ours.remainder is not None:
+            assert theirs.remainder is not None
+            assert torch.equal(ours.remainder, theirs.remainder), ours.name
+    for model in (loaded, whole):
+        outcore.release(model)
+
+
+def test_every_byte_is_read_about_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are sorted by name, models are not: read in a model's order, most is read again."""
+    monkeypatch.setattr(file_ranges, "WINDOW_BYTES", 16384)
+    preadv, counts = os.preadv, []
+
+    def read(*arguments: Any) -> int:
+        counts.append(preadv(*arguments))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "preadv", read)
+    outcore.load(directory, device="cpu")
+    size = (directory / "model.safetensors").stat().st_size
+    assert size * 0.9 < sum(counts) < size * 1.5
+
+
+def test_an_error_of_the_disk_names_the_file_and_leaves_no_thread(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(outcore.StoreError, match=r"model\.safetensors.*Input/output error"):
+        outcore.load(directory, device="cpu")
+    assert set(threading.enumerate()) == before
+
+
+def test_a_file_that_is_cut_after_its_header_was_read(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    files = CheckpointFiles(directory)
+    os.truncate(path, path.stat().st_size - 5000)
+    names = load_names(path)
+    wanted = [Wanted(name=n, put=lambda *_: None, run_numel=1, owner=n) for n in names]
+    with pytest.raises(outcore.StoreError, match=r"model\.safetensors ends at byte"):
+        list(files.read(wanted, pin=False))
+
+
+def load_names(path: Path) -> list[str]:
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return [name for name in header if name != "__metadata__"]
+
+
+def test_values_at_an_offset_that_their_type_cannot_have(tmp_path: Path) -> None:
+    """The format lets a header end anywhere; the library writes it aligned."""
+    values = torch.randn(3000)
+    header = json.dumps(
+        {"a": {"dtype": "F32", "shape": [3000], "data_offsets": [0, 12000]}}
+    ).encode()
+    header += b" " * (1 - len(header) % 2)  # an odd length
+    body = values.numpy().tobytes()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + body)
+    found = torch.zeros(3000)
+
+    def put(run: torch.Tensor, first: int) -> None:
+        found[first : first + run.numel()] = run
+
+    wanted = Wanted(name="a", put=put, run_numel=1, owner="a")
+    assert list(CheckpointFiles(tmp_path).read([wanted], pin=False)) == ["a"]
+    assert torch.equal(found, values)

@@ -1,0 +1,211 @@
+"""Ranges of files, read by several threads: the right bytes to the right taker, each byte once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outcore.engine import file_ranges
+from outcore.engine.file_ranges import FileRange, read_ranges
+from outcore.errors import StoreError
+
+WINDOW = 1 << 13
+SIZE = 20 * WINDOW + 777
+Files = dict[Path, bytes]
+
+
+@pytest.fixture(autouse=True)
+def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_ranges, "WINDOW_BYTES", WINDOW)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = tmp_path_factory.mktemp("ranges")
+    made = {folder / f"{i}": np.random.default_rng(i).bytes(SIZE) for i in range(2)}
+    for path, data in made.items():
+        path.write_bytes(data)
+    return made
+
+
+class Taker:
+    """Takes the bytes of one range, and checks how they come."""
+
+    def __init__(self, path: Path, start: int, end: int, granule: int = 1) -> None:
+        self.range = FileRange(
+            path=path, start=start, end=end, put=self.put, granule_bytes=granule, owner=self
+        )
+        self.bytes = torch.zeros(end - start, dtype=torch.uint8)
+        self._num_taken = 0
+        self._lock = threading.Lock()
+
+    def put(self, run: Tensor, first: int) -> None:
+        granule, last = self.range.granule_bytes, first + run.numel()
+        assert first % granule == 0
+        assert last % granule == 0 or last == self.bytes.numel()
+        self.bytes[first:last] = run
+        with self._lock:
+            self._num_taken += run.numel()
+
+    def check(self, files: Files) -> None:
+        assert self._num_taken == self.bytes.numel(), "not all, or some twice"
+        expected = files[self.range.path][self.range.start : self.range.end]
+        assert self.bytes.numpy().tobytes() == expected
+
+
+def read_and_check(takers: list[Taker], files: Files) -> None:
+    yielded: list[Hashable] = []
+    for owner in read_ranges([taker.range for taker in takers]):
+        assert isinstance(owner, Taker)
+        owner.check(files)  # it is complete when it is yielded
+        yielded.append(owner)
+    assert sorted(map(id, yielded)) == sorted(map(id, takers))
+
+
+def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    counts: list[int] = []
+    preadv = os.preadv
+
+    def read(*arguments: Any) -> int:
+        counts.append(preadv(*arguments))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "preadv", read)
+    return counts
+
+
+@pytest.mark.parametrize("step", [100, WINDOW - 1, WINDOW, 3 * WINDOW + 5, SIZE])
+def test_every_byte_is_read_about_once_in_whatever_order_it_is_wanted(
+    files: Files, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takers = [Taker(p, s, min(s + step, SIZE)) for s in range(0, SIZE, step) for p in files]
+    np.random.default_rng(0).shuffle(takers)  # type: ignore[arg-type]
+    counts = counted_reads(monkeypatch)
+    read_and_check(takers, files)
+    assert sum(counts) < 2 * SIZE * 1.2  # in small windows, a page for the overlap counts
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 1), st.integers(0, SIZE), st.integers(0, SIZE), st.integers(1, 9000)
+        ),
+        max_size=8,
+    )
+)
+def test_any_ranges(files: Files, wanted: list[tuple[int, int, int, int]]) -> None:
+    paths = list(files)
+    takers = [Taker(paths[f], min(a, b), max(a, b), granule) for f, a, b, granule in wanted]
+    read_and_check(takers, files)
+
+
+def test_a_granule_that_is_larger_than_a_window(files: Files) -> None:
+    read_and_check([Taker(next(iter(files)), 4095, SIZE, 3 * WINDOW + 1)], files)
+
+
+def test_an_owner_of_several_ranges_is_yielded_once_after_the_last(files: Files) -> None:
+    first, last = list(files)
+    ends = [Taker(first, 0, 10), Taker(last, SIZE - 10, SIZE)]
+    ranges = [
+        FileRange(path=t.range.path, start=t.range.start, end=t.range.end, put=t.put, owner="both")
+        for t in ends
+    ]
+    for owner in read_ranges(ranges):
+        assert owner == "both"
+        for taker in ends:
+            taker.check(files)
+
+
+def test_nothing_is_wanted() -> None:
+    assert list(read_ranges([])) == []
+
+
+def test_without_direct_reads(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    read_and_check([Taker(path, 5, SIZE) for path in files], files)
+
+
+def test_reads_that_come_short(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+    monkeypatch.setattr(
+        os,
+        "preadv",
+        lambda file, views, offset: preadv(file, [memoryview(views[0])[:4096]], offset),
+    )
+    read_and_check([Taker(path, 5, SIZE) for path in files], files)
+
+
+# --- what goes wrong: told, and no thread and no open file is left ------------------------------
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    threads, num_open = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    yield
+    assert set(threading.enumerate()) == threads
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def failing_after(num_calls: int, call: Callable[..., Any], error: Exception) -> Any:
+    left = iter(range(num_calls))
+
+    def maybe(*arguments: Any) -> Any:
+        if next(left, None) is None:
+            raise error
+        return call(*arguments)
+
+    return maybe
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_file_that_ends_too_early(files: Files) -> None:
+    path = next(iter(files))
+    with pytest.raises(StoreError, match=f"{path} ends at byte {SIZE}") as caught:
+        list(read_ranges([Taker(path, SIZE - 10, SIZE + 10).range]))
+    assert caught.value.path == path
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("num_calls", [1, 7])
+def test_an_error_of_the_disk(
+    files: Files, monkeypatch: pytest.MonkeyPatch, num_calls: int
+) -> None:
+    error = OSError(5, "Input/output error")
+    monkeypatch.setattr(os, "preadv", failing_after(num_calls, os.preadv, error))
+    path = next(iter(files))
+    with pytest.raises(StoreError, match=f"{path}.*Input/output error"):
+        list(read_ranges([Taker(path, 0, SIZE).range]))
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_an_error_of_a_taker(files: Files) -> None:
+    taker = Taker(next(iter(files)), 0, SIZE)
+    put = failing_after(4, taker.put, ValueError("cannot be packed"))
+    range_ = FileRange(path=taker.range.path, start=0, end=SIZE, put=put)
+    with pytest.raises(ValueError, match="cannot be packed"):
+        list(read_ranges([range_]))
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_somebody_who_stops_in_the_middle(files: Files) -> None:
+    path = next(iter(files))
+    reading = read_ranges([Taker(path, s, s + 1000).range for s in range(0, SIZE - 1000, 1000)])
+    assert next(reading) is not None
+    reading.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_what_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot be opened"):
+        list(read_ranges([Taker(tmp_path / "nothing", 0, 10).range]))
