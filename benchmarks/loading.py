@@ -1,0 +1,179 @@
+"""Loading a checkpoint: GB/s of ``outcore.load`` beside those of the disk, and the memory it takes.
+
+A checkpoint of random bf16 weights is written if there is none. The disk's own rate is that of the
+same files, read past the page cache by a few threads into buffers that are used again. Both sides
+take turns, with nothing of the files in the page cache. Before each load as much new memory is
+touched and given back: a virtual machine may have to get it from its host first, at a rate that has
+nothing to do with loading. That rate is reported too. The first load, which imports the model's
+code, is not counted.
+
+    python benchmarks/loading.py --json FILE [--shape qwen2.5-1.5b] [--directory DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import mmap
+import os
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import outcore
+from outcore.cli.machine import machine_facts
+from outcore.shapes import shape_config
+
+PIECE_BYTES = 8 << 20
+NUM_THREADS = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True, help="where the raw figures go")
+    parser.add_argument("--shape", default="qwen2.5-1.5b")
+    parser.add_argument("--directory", type=Path, help="of the checkpoint; default: a new one")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=".") as temporary:
+        directory = arguments.directory or Path(temporary)
+        files = checkpoint(directory, arguments.shape)
+        num_bytes = sum(path.stat().st_size for path in files)
+        rows = [measure(directory, files, arguments.device) for _ in range(1 + arguments.repeats)]
+    figures = report(rows[1:], num_bytes)
+    figures |= {"machine": machine_facts(), "shape": arguments.shape, "device": arguments.device}
+    arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    for which in ("best", "median"):
+        row = figures[which]
+        print(
+            f"{which:>6}: disk {row['disk_gb_s']:.2f} GB/s   load {row['load_gb_s']:.2f} GB/s   "
+            f"ratio {row['ratio']:.2f}"
+        )
+    print(f"most memory above the homes: {figures['most_bytes_above_homes'] / 1e6:.0f} MB")
+
+
+def checkpoint(directory: Path, shape: str) -> list[Path]:
+    """Return the safetensors files of a checkpoint of the shape; write it if it is not there."""
+    if not (directory / "config.json").is_file():
+        model = outcore.from_config(
+            shape_config(shape), device="cpu", dtype=torch.bfloat16, weights="host", state="host"
+        )
+        model.save_pretrained(directory)
+        outcore.engine_of(model).close()
+        os.sync()
+    return sorted(directory.glob("*.safetensors"))
+
+
+def measure(directory: Path, files: list[Path], device: str) -> dict[str, Any]:
+    evict(files)
+    disk_s = read_files(files)
+    num_bytes = sum(path.stat().st_size for path in files)
+    memory_s = touch_new_memory(num_bytes)
+    evict(files)
+    before = status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
+    start = time.perf_counter()
+    model = outcore.load(
+        directory, device=device, dtype=torch.bfloat16, weights="host", state="host"
+    )
+    load_s = time.perf_counter() - start
+    peak = status_bytes("VmHWM")
+    units = outcore.engine_of(model).units
+    homes = sum(unit.home.nbytes for unit in units if unit.home.device.type == "cpu")
+    outcore.engine_of(model).close()
+    del model, units
+    gc.collect()
+    return {
+        "disk_s": disk_s,
+        "new_memory_s": memory_s,
+        "load_s": load_s,
+        "bytes_above_homes": peak - before - homes,
+    }
+
+
+def report(rows: list[dict[str, Any]], num_bytes: int) -> dict[str, Any]:
+    def rates(pick: Any) -> dict[str, float]:
+        disk_s, load_s, memory_s = (
+            pick([row[key] for row in rows]) for key in ("disk_s", "load_s", "new_memory_s")
+        )
+        return {
+            "disk_gb_s": num_bytes / disk_s / 1e9,
+            "load_gb_s": num_bytes / load_s / 1e9,
+            "new_memory_gb_s": num_bytes / memory_s / 1e9,
+            "ratio": disk_s / load_s,
+        }
+
+    return {
+        "num_bytes": num_bytes,
+        "best": rates(min),
+        "median": rates(statistics.median),
+        "most_bytes_above_homes": max(row["bytes_above_homes"] for row in rows),
+        "runs": rows,
+    }
+
+
+def evict(files: list[Path]) -> None:
+    for path in files:
+        file = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def read_files(files: list[Path]) -> float:
+    """Return the seconds that reading every byte once takes."""
+    opened = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in files]
+    pieces = iter(
+        [
+            (file, offset)
+            for file, path in zip(opened, files, strict=True)
+            for offset in range(0, path.stat().st_size, PIECE_BYTES)
+        ]
+    )
+    lock = threading.Lock()
+    buffers = [mmap.mmap(-1, PIECE_BYTES) for _ in range(NUM_THREADS)]
+    for buffer in buffers:
+        buffer.write(bytes(PIECE_BYTES))
+
+    def work(buffer: mmap.mmap) -> None:
+        while True:
+            with lock:
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            os.preadv(piece[0], [buffer], piece[1])
+
+    threads = [threading.Thread(target=work, args=[buffer]) for buffer in buffers]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - start
+    for file in opened:
+        os.close(file)
+    return seconds
+
+
+def touch_new_memory(num_bytes: int) -> float:
+    """Return the seconds until so much memory is there; it is given back."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    start = time.perf_counter()
+    torch.frombuffer(memory, dtype=torch.uint8).zero_()
+    return time.perf_counter() - start
+
+
+def status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()
