@@ -159,9 +159,7 @@ def place_units(
             unit.host_weight = arena.span(unit.span_numel, unit.dtype)
             arenas[unit.index] = arena
         elif unit.weights_home == "device":
-            unit.device_weight = torch.zeros(
-                unit.span_numel, dtype=unit.dtype, device=options.device
-            )
+            unit.device_weight = _device_zeros(unit, options.device)
         if unit in with_remainder:
             assert remainder is not None
             assert remainders is not None
@@ -189,6 +187,16 @@ def place_units(
 
 def _home_bytes(unit: Unit) -> int:
     return aligned_bytes(unit.span_numel, unit.dtype)
+
+
+def _device_zeros(unit: Unit, device: torch.device) -> Tensor:
+    """Return a span in the device's memory, which its books have counted."""
+    if device.type != "cpu":
+        return torch.zeros(unit.span_numel, dtype=unit.dtype, device=device)
+    # The system zeroes pages as they are filled, by several threads.
+    books = Ledger("device", None)
+    arena = HostArena(_home_bytes(unit), purpose="weights", ledger=books, pin=False, touch=False)
+    return arena.span(unit.span_numel, unit.dtype)
 
 
 def _wait_for(device: torch.device) -> None:
