@@ -87,7 +87,7 @@ class CheckpointFiles:
         start, end = header.entries[wanted.name]["data_offsets"]
         if end - start != math.prod(shape) * dtype.itemsize:
             raise StoreError(
-                f"{path}: tensor {wanted.name} has {end - start} bytes, not its shape's"
+                f"{path}: tensor {wanted.name} has {end - start} bytes, not its shape's", path=path
             )
 
         def put(run: Tensor, first_byte: int) -> None:

@@ -93,14 +93,15 @@ class HostArena:
         """Register the memory with CUDA; where that fails it stays pageable, with a warning."""
         if self.is_pinned:
             return
+        if hasattr(mmap, "MADV_DONTFORK"):
+            # The system would copy pinned pages for every process that is forked, all at once, and
+            # others as they are written. As with torch's pinned memory, no child can read it.
+            self._map.madvise(mmap.MADV_DONTFORK)
         address = self._bytes.data_ptr()
         error = int(torch.cuda.cudart().cudaHostRegister(address, self.num_bytes, 0))
         self.is_pinned = error == 0
         if self.is_pinned:
             self._map.pinned_address = address
-            if hasattr(mmap, "MADV_DONTFORK"):
-                # The system would copy pinned pages for every process that is forked, all at once.
-                self._map.madvise(mmap.MADV_DONTFORK)
             return
         _forget_cuda_error()
         if not HostArena._warned_pageable:
