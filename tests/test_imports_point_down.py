@@ -35,7 +35,7 @@ FLOORS = (
     ("blocks", "shapes", "adapters"),
     ("store.memory_limits", "memory_limits"),
     ("data",),
-    ("units", "timeline"),
+    ("units", "timeline", "random_state"),
     ("errors",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
