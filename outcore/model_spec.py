@@ -114,11 +114,14 @@ class BlockSpec:
         """Return what a micro-batch needs while it is differentiated.
 
         Its activations; compiled, their gradients take their place one by one. Otherwise also the
-        gradients of the widest layer's inputs and output.
+        gradients of the widest layer's inputs and output. An adapter's product stands beside its
+        layer's until both are added, and so do their gradients: four of the widest, by measurement.
         """
-        gradients = 0 if is_compiled else 3 * self.widest_elements_per_token
+        widest = 0 if is_compiled else 3
+        if self.frozen_matrices and self.trainable_parameters:
+            widest += 4
         kept = self.kept_bytes_per_token(dtype, is_compiled=is_compiled)
-        return kept + gradients * BYTES_OF[dtype]
+        return kept + widest * self.widest_elements_per_token * BYTES_OF[dtype]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -180,8 +180,10 @@ class MemoryModel:
         if spec.vocabulary:
             rows = chunk_rows(self._tokens, spec.vocabulary, spec.hidden_size)
             logits = rows * spec.vocabulary
-            # The logits and their gradient, and the head's gradient in fp32.
-            in_loss = 2 * logits * BYTES_OF[dtype] + 4 * spec.head_parameters
+            # The logits and their gradient, and the head's gradient in fp32 if it is trained.
+            in_loss = 2 * logits * BYTES_OF[dtype]
+            if any(edge.trainable_numel for edge in spec.edges):
+                in_loss += 4 * spec.head_parameters
         # The hidden states after the last block and their gradient exist in both.
         workspace = WORKSPACE_BYTES if self._is_gpu else 0
         return int(max(in_blocks, in_loss) + 2 * self._stream_bytes + workspace)
