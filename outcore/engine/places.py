@@ -67,12 +67,20 @@ class _MasterPlace:
     """bf16 weights in one place, what they round away in another."""
 
     run_numel = 1
+    _on_device = threading.Lock()  # kernels there are compiled at their first call
 
     def __init__(self, flat: Tensor, remainder: Tensor) -> None:
         self._flat = flat
         self._remainder = remainder
 
     def put(self, values: Tensor, first: int) -> None:
+        if self._flat.device.type == "cpu":
+            self._split(values, first)
+            return
+        with self._on_device:
+            self._split(values, first)
+
+    def _split(self, values: Tensor, first: int) -> None:
         weight = self._flat[first : first + values.numel()]
         remainder = self._remainder[first : first + values.numel()]
         master = values.float().contiguous().to(weight.device)
