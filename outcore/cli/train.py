@@ -247,7 +247,8 @@ def _tell(console: Console, result: TrainResult) -> None:
     if result.is_complete:
         console.print(
             f"[bold green]done:[/] {result.step:,} steps in {result.seconds:,.0f} s; the model is "
-            f"in {where}, the report in {where}/report.html"
+            f"in {where}, the report in {where}/report.html",
+            soft_wrap=not console.is_terminal,
         )
     else:
         what_next = "--resume goes on from there" if result.is_resumable else "the model is written"

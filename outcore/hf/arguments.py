@@ -78,7 +78,7 @@ def clip_norm(args: Any) -> float | None:
 
 def adamw_options(args: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of ``outcore.AdamW``: those given, and what the arguments imply."""
-    return {
+    options = {
         "lr": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),
         "eps": args.adam_epsilon,
@@ -87,6 +87,8 @@ def adamw_options(args: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         "rounding_seed": args.seed,
         **given,
     }
+    _check_one_pass(options.get("update_during_backward", False), options["max_grad_norm"])
+    return options
 
 
 def check_optimizer(args: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -101,4 +103,13 @@ def check_optimizer(args: Any, optimizer: torch.optim.Optimizer) -> None:
             f"the TrainingArguments have max_grad_norm={args.max_grad_norm}, the AdamW in "
             f"optimizers= has {optimizer.max_grad_norm}: it does the clipping, so give both the "
             "same (0 in the one is None in the other)"
+        )
+    _check_one_pass(optimizer.update_during_backward, optimizer.max_grad_norm)
+
+
+def _check_one_pass(updates_during_backward: bool, max_grad_norm: float | None) -> None:
+    if updates_during_backward and max_grad_norm is not None:
+        raise ValueError(
+            "update_during_backward with clipping takes two passes over each batch, which a "
+            "Trainer does not make: set max_grad_norm=0, or leave update_during_backward off"
         )

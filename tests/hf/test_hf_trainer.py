@@ -348,6 +348,21 @@ def test_updates_during_the_backward(tmp_path: Path) -> None:
     assert_same_curve(found, expected)
 
 
+def test_two_passes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="two passes"):
+        run(Trainer, tmp_path, max_grad_norm=1.0, more={"adamw": {"update_during_backward": True}})
+    model = outcore.offload(llama(), device="cpu", dtype=torch.float32)
+    optimizer = outcore.AdamW(model, max_grad_norm=1.0, update_during_backward=True)
+    with pytest.raises(ValueError, match="two passes"):
+        run(
+            Trainer,
+            tmp_path,
+            model=model,
+            max_grad_norm=1.0,
+            more={"optimizers": (optimizer, None)},
+        )
+
+
 def test_lora_through_the_trainer(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="needs peft")
     expected = run(transformers.Trainer, tmp_path / "plain", model=lora(), max_grad_norm=0.3)
