@@ -145,7 +145,7 @@ def train_command(
     ] = None,
     eval_every: Annotated[int | None, _option("Steps (at the end only).", _DATA)] = None,
     num_workers: Annotated[
-        int | None, _option("Processes that tokenise (one a core).", _DATA)
+        int | None, _option("Processes that tokenise (as many as help).", _DATA)
     ] = None,
     cache_dir: Annotated[
         str | None, _option("Where tokens are kept (in the output).", _DATA, metavar="DIR")

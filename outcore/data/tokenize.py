@@ -22,6 +22,8 @@ from outcore.data.workers import Work, encode_in_order
 from outcore.errors import BadRow, StoreError
 
 _REPORTED_BAD_ROWS = 20
+_MOST_WORKERS = 16
+_BYTES_OF_A_WORKER = 8 << 20  # a process takes seconds to start, and as long for these
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +41,15 @@ def tokenize(
     *,
     cache_dir: str | os.PathLike[str],
     options: EncodeOptions | None = None,
-    num_workers: int = 1,
+    num_workers: int | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> TokenCache:
     """Return the tokens of the rows at ``paths``, from the cache where they are in it.
 
-    The same bytes come out for any number of workers.
+    num_workers: processes; None for as many as there are cores, and as the data is worth.
+    The same bytes come out for any number of them.
     """
-    if num_workers < 1:
+    if num_workers is not None and num_workers < 1:
         raise ValueError(f"num_workers must be at least 1, not {num_workers}")
     options = options or EncodeOptions()
     sources = find_sources(paths)
@@ -86,7 +89,7 @@ def _build(
     sources: Sequence[Source],
     tokenizer: Any,
     options: EncodeOptions,
-    num_workers: int,
+    num_workers: int | None,
     progress: Callable[[Progress], None] | None,
     made_from: dict[str, Any],
 ) -> None:
@@ -94,8 +97,9 @@ def _build(
     try:
         batches = (batch for source in sources for batch in source.read(ALL_FIELDS))
         work = _Work(batches, options.row_format)
-        encoded = encode_in_order(work, tokenizer, options.loss_on, num_workers)
         total_bytes = sum(source.size_bytes() for source in sources)
+        num_workers = num_workers or _worthwhile_workers(total_bytes)
+        encoded = encode_in_order(work, tokenizer, options.loss_on, num_workers)
         report = _write(writer, encoded, options, total_bytes, progress)
         if not writer.num_documents or work.row_format is None:
             raise ValueError(
@@ -113,6 +117,10 @@ def _build(
     except BaseException:
         writer.abandon()
         raise
+
+
+def _worthwhile_workers(total_bytes: int) -> int:
+    return max(1, min(_MOST_WORKERS, os.cpu_count() or 1, total_bytes // _BYTES_OF_A_WORKER))
 
 
 class _Work:

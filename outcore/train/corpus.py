@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from outcore.data.tokenize import Progress, tokenize
 from outcore.train.settings import TrainSettings
 
 CACHE_FOLDER = "tokens"
-_MOST_WORKERS = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,6 +87,6 @@ def _tokens(
             loss_on=settings.loss_on,
             on_bad_row="skip" if settings.skip_bad_rows else "raise",
         ),
-        num_workers=settings.num_workers or min(_MOST_WORKERS, os.cpu_count() or 1),
+        num_workers=settings.num_workers,
         progress=progress,
     )

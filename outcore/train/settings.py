@@ -62,7 +62,7 @@ class TrainSettings:
     loss_on: LossOn = "answers"
     skip_bad_rows: bool = False
     packing: bool = True
-    num_workers: int | None = None  # processes that tokenise; None: one a core
+    num_workers: int | None = None  # processes that tokenise; None: as many as help
     cache_dir: str | None = None  # None: inside the output directory
 
     dpo_beta: float = 0.1  # of preference pairs: how far from the reference an answer may go

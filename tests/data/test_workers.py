@@ -21,7 +21,7 @@ from tokenizers_made_here import (
 )
 
 from outcore.data.encode import EncodeOptions
-from outcore.data.tokenize import tokenize
+from outcore.data.tokenize import _worthwhile_workers, tokenize
 from outcore.errors import BadRow, LaneError, UnsupportedTemplate
 
 
@@ -106,3 +106,9 @@ def test_a_worker_that_dies(tmp_path: Path, source: Path) -> None:
         tokenize(source, tokenizer, cache_dir=tmp_path / "cache", num_workers=2)
     assert list((tmp_path / "cache").iterdir()) == []
     assert not [thread for thread in threading.enumerate() if "tokenize" in thread.name]
+
+
+def test_small_files_are_not_worth_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    sizes = (0, 8 << 20, 17 << 20, 1 << 40)
+    assert [_worthwhile_workers(size) for size in sizes] == [1, 1, 2, 4]
