@@ -168,7 +168,8 @@ def train_plainly(settings: TrainSettings) -> float:
         for group in optimizer.param_groups:
             group["lr"] = lr.at(step)
         with torch.autocast("cuda", torch.bfloat16, enabled=settings.device == "cuda"):
-            loss = model(**batch).loss
+            # With a cache transformers lets packed documents see each other.
+            loss = model(**batch, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         optimizer.step()

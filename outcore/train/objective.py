@@ -41,7 +41,9 @@ class NextToken:
     counts = "tokens"
 
     def loss(self, model: Any, batch: Batch, number: int) -> Tensor:
-        loss: Tensor = model(**batch).loss
+        # With a cache, the default where gradients are off, transformers lets packed documents see
+        # each other.
+        loss: Tensor = model(**batch, use_cache=False).loss
         return loss
 
     def held_out(self, model: Any, batch: Batch, number: int) -> tuple[Tensor, int]:

@@ -31,7 +31,7 @@ class Reference(Protocol):
 def sequence_logps(model: Any, batch: Batch) -> Tensor:
     """Return the summed log-probability of each row's answer, (rows,)."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    logits = model(**inputs).logits[:, :-1]
+    logits = model(**inputs, use_cache=False).logits[:, :-1]
     target = batch["labels"][:, 1:]
     losses = F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]),

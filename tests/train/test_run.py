@@ -91,6 +91,14 @@ def test_the_held_out_loss_is_the_mean_over_tokens(files: Files) -> None:
     assert train(one, quiet()).eval_loss == pytest.approx(many.eval_loss, rel=1e-5)
 
 
+def test_packed_documents_do_not_see_each_other_when_held_out(files: Files) -> None:
+    packed, apart = (
+        train(files.settings(name, max_steps=1, held_out=0.2, lr=0.0, packing=packing), quiet())
+        for name, packing in (("packed", True), ("apart", False))
+    )
+    assert packed.eval_loss == pytest.approx(apart.eval_loss, rel=1e-5)
+
+
 @pytest.mark.parametrize("step", [1, 3, 4])
 def test_a_stopped_run_goes_on_to_the_same_bits(
     files: Files, monkeypatch: pytest.MonkeyPatch, step: int
