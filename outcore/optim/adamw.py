@@ -8,15 +8,15 @@ the forward waits, unit by unit, only for what it uses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from outcore.errors import NonFiniteGradient
 from outcore.kernels import AdamWScalars, has_library
-from outcore.optim.backend import OptimizerBackend
+from outcore.optim.param_groups import ParamsArg, as_groups, backend_of, check_values
 from outcore.optim.planned_clipping import built_as_planned
 from outcore.optim.saved_state import HYPERPARAMETERS, check_saved_state
 from outcore.optim.state_format import Rounding
@@ -26,7 +26,6 @@ from outcore.stream.lanes import Fence
 from outcore.stream.recording import step_ended
 
 Pass = Literal["measure", "update"]
-ParamsArg = nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]]
 
 
 class AdamW(torch.optim.Optimizer):
@@ -55,7 +54,7 @@ class AdamW(torch.optim.Optimizer):
         update_during_backward: bool = False,
         rounding_seed: int = 0,
     ) -> None:
-        _check_hyperparameters(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        check_values(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be more than 0, or None, not {max_grad_norm}")
         if on_non_finite not in ("raise", "skip"):
@@ -71,8 +70,8 @@ class AdamW(torch.optim.Optimizer):
         self._clip = 1.0  # for updates during the backward
         self._pass: Pass | None = None  # of the two of a step
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        super().__init__(_as_groups(params), defaults)
-        backend = _backend_of(self.param_groups)
+        super().__init__(as_groups(params), defaults)
+        backend = backend_of(self.param_groups)
         self._backend = backend
         has_library()  # warns here, once, if the kernels are missing: not in a background thread
         self._check_trainable()
@@ -150,7 +149,7 @@ class AdamW(torch.optim.Optimizer):
         saved = check_saved_state(state_dict, self.param_groups, self.state)
         for index, group in enumerate(saved.groups):
             try:
-                _check_hyperparameters(**{name: group[name] for name in HYPERPARAMETERS})
+                check_values(**{name: group[name] for name in HYPERPARAMETERS})
             except (TypeError, ValueError) as error:
                 raise ValueError(f"param_groups[{index}] of the state: {error}") from None
         for target, value in saved.copies:  # nothing has changed before all of it was found to fit
@@ -178,7 +177,7 @@ class AdamW(torch.optim.Optimizer):
         for index, values in enumerate(hyperparameters):
             if not isinstance(values, dict) or not set(HYPERPARAMETERS) <= values.keys():
                 raise ValueError(f"param group {index} lacks some of {', '.join(HYPERPARAMETERS)}")
-            _check_hyperparameters(**{name: values[name] for name in HYPERPARAMETERS})
+            check_values(**{name: values[name] for name in HYPERPARAMETERS})
 
     def resume(self, num_steps: int, hyperparameters: Sequence[dict[str, Any]]) -> None:
         """Go on from state that was written into ``self.state``, after ``num_steps`` steps."""
@@ -381,57 +380,3 @@ class AdamW(torch.optim.Optimizer):
 
 def _ok(square: float) -> bool:
     return math.isfinite(square)
-
-
-def _as_groups(params: ParamsArg) -> Any:
-    """Return param groups without frozen parameters, which have no state."""
-    if isinstance(params, nn.Module):
-        params = list(params.parameters())
-    groups: list[Any] = list(params)
-    if not groups:
-        raise ValueError("AdamW got an empty parameter list")
-    if not isinstance(groups[0], dict):
-        groups = [{"params": groups}]
-    trimmed = []
-    for group in groups:
-        members = group["params"]
-        members = [members] if isinstance(members, Tensor) else list(members)
-        trimmed.append({**group, "params": [p for p in members if p.requires_grad]})
-    if not any(group["params"] for group in trimmed):
-        raise ValueError("AdamW got no trainable parameter: every one has requires_grad=False")
-    return trimmed
-
-
-def _backend_of(param_groups: list[dict[str, Any]]) -> OptimizerBackend:
-    backend: OptimizerBackend | None = None
-    for group in param_groups:
-        for parameter in group["params"]:
-            found = getattr(parameter, "_outcore", None)
-            if found is None:
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} does not belong to an "
-                    "offloaded model: call outcore.offload(model) first, and pass the model's "
-                    "own parameters"
-                )
-            if backend is not None and found is not backend:
-                raise ValueError("one AdamW cannot hold parameters of two offloaded models")
-            backend = found
-    assert backend is not None
-    return backend
-
-
-def _check_hyperparameters(
-    *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
-) -> None:
-    if not lr >= 0:
-        raise ValueError(f"lr must be 0 or more, not {lr}")
-    if (
-        not isinstance(betas, (tuple, list))
-        or len(betas) != 2
-        or not all(0 <= beta < 1 for beta in betas)
-    ):
-        raise ValueError(f"betas must be two numbers in [0, 1), not {betas}")
-    if not eps >= 0:
-        raise ValueError(f"eps must be 0 or more, not {eps}")
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay must be 0 or more, not {weight_decay}")

@@ -1,0 +1,66 @@
+"""What an optimizer is given: param groups, whose model they are of, and their values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from outcore.optim.backend import OptimizerBackend
+
+ParamsArg = nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]]
+
+
+def as_groups(params: ParamsArg) -> Any:
+    """Return param groups without frozen parameters, which have no state."""
+    if isinstance(params, nn.Module):
+        params = list(params.parameters())
+    groups: list[Any] = list(params)
+    if not groups:
+        raise ValueError("AdamW got an empty parameter list")
+    if not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    trimmed = []
+    for group in groups:
+        members = group["params"]
+        members = [members] if isinstance(members, Tensor) else list(members)
+        trimmed.append({**group, "params": [p for p in members if p.requires_grad]})
+    if not any(group["params"] for group in trimmed):
+        raise ValueError("AdamW got no trainable parameter: every one has requires_grad=False")
+    return trimmed
+
+
+def backend_of(param_groups: list[dict[str, Any]]) -> OptimizerBackend:
+    """Return the backend of the offloaded model that all parameters belong to."""
+    backend: OptimizerBackend | None = None
+    for group in param_groups:
+        for parameter in group["params"]:
+            found = getattr(parameter, "_outcore", None)
+            if found is None:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} does not belong to an "
+                    "offloaded model: call outcore.offload(model) first, and pass the model's "
+                    "own parameters"
+                )
+            if backend is not None and found is not backend:
+                raise ValueError("one AdamW cannot hold parameters of two offloaded models")
+            backend = found
+    assert backend is not None
+    return backend
+
+
+def check_values(*, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Raise ValueError for hyper-parameters that AdamW cannot take."""
+    if not lr >= 0:
+        raise ValueError(f"lr must be 0 or more, not {lr}")
+    if (
+        not isinstance(betas, (tuple, list))
+        or len(betas) != 2
+        or not all(0 <= beta < 1 for beta in betas)
+    ):
+        raise ValueError(f"betas must be two numbers in [0, 1), not {betas}")
+    if not eps >= 0:
+        raise ValueError(f"eps must be 0 or more, not {eps}")
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay must be 0 or more, not {weight_decay}")
