@@ -7,7 +7,7 @@ only later, make the logits of a chunk again in the backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,12 +84,33 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-class _ChunkedLoss(torch.autograd.Function):
-    """Sum of the cross-entropies; computes the gradients with the value, chunk by chunk.
+class _HeadGradients:
+    """Gradients of the head's input, weight and bias, made chunk by chunk; None: not needed.
 
-    The products with the head are written out: autograd would make a bf16 gradient of the whole
-    head for each chunk, only to add it to the sum.
+    The products are written out: autograd would make a bf16 gradient of the whole head for each
+    chunk, only to add it to the sum.
     """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor, needs: Sequence[bool]) -> None:
+        self._weight = weight
+        self.hidden = torch.empty_like(hidden) if needs[0] else None
+        self.weight_sum, self.bias_sum = (
+            torch.zeros(t.shape, dtype=torch.float32, device=t.device) if need else None
+            for t, need in zip((weight, bias), needs[1:], strict=True)
+        )
+
+    def add(self, cut: slice, part: Tensor, logits_grad: Tensor) -> None:
+        """Take the logits' gradient of the rows ``cut``, whose input is ``part``."""
+        if self.hidden is not None:
+            self.hidden[cut] = logits_grad @ self._weight
+        if self.weight_sum is not None:
+            _add_product_(self.weight_sum, logits_grad.t(), part)
+        if self.bias_sum is not None:
+            self.bias_sum += logits_grad.sum(0, dtype=torch.float32)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Sum of the cross-entropies; computes the gradients with the value, chunk by chunk."""
 
     @staticmethod
     def forward(ctx: Any, job: LossJob, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -97,11 +118,7 @@ class _ChunkedLoss(torch.autograd.Function):
         needs = [t.requires_grad and job.wants_gradient for t in (hidden, weight, bias)]
         function = _compiled_loss() if job.is_compiled else _loss_of_logits
         rows = chunk_rows(hidden.shape[0], *weight.shape)
-        hidden_grad = torch.empty_like(hidden) if needs[0] else None
-        weight_sum, bias_sum = (
-            torch.zeros(t.shape, dtype=torch.float32, device=t.device) if need else None
-            for t, need in zip((weight, bias), needs[1:], strict=True)
-        )
+        gradients = _HeadGradients(hidden, weight, bias, needs)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for start in range(0, hidden.shape[0], rows):
             cut = slice(start, start + rows)
@@ -116,14 +133,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 continue
             (logits_grad,) = torch.autograd.grad(value, logits)
             del value, logits
-            if hidden_grad is not None:
-                hidden_grad[cut] = logits_grad @ weight
-            if weight_sum is not None:
-                _add_product_(weight_sum, logits_grad.t(), part)
-            if bias_sum is not None:
-                bias_sum += logits_grad.sum(0, dtype=torch.float32)
+            gradients.add(cut, part, logits_grad)
             del logits_grad
-        ctx.save_for_backward(hidden_grad, weight_sum, bias_sum)
+        ctx.save_for_backward(gradients.hidden, gradients.weight_sum, gradients.bias_sum)
         ctx.dtypes = weight.dtype, bias.dtype
         return total
 
@@ -162,11 +174,7 @@ class _TokenLosses(torch.autograd.Function):
         hidden, weight, bias = ctx.saved_tensors
         job, (_, *needs) = ctx.job, ctx.needs_input_grad
         needs[2] = needs[2] and job.bias is not None
-        hidden_grad = torch.empty_like(hidden) if needs[0] else None
-        weight_sum, bias_sum = (
-            torch.zeros(t.shape, dtype=torch.float32, device=t.device) if need else None
-            for t, need in zip((weight, bias), needs[1:], strict=True)
-        )
+        gradients = _HeadGradients(hidden, weight, bias, needs)
         rows = chunk_rows(hidden.shape[0], *weight.shape)
         for start in range(0, hidden.shape[0], rows):
             cut = slice(start, start + rows)
@@ -177,18 +185,13 @@ class _TokenLosses(torch.autograd.Function):
                 losses = _losses_of_logits(job, logits, job.target[cut])
             (logits_grad,) = torch.autograd.grad(losses, logits, grad[cut])
             del losses, logits
-            if hidden_grad is not None:
-                hidden_grad[cut] = logits_grad @ weight
-            if weight_sum is not None:
-                _add_product_(weight_sum, logits_grad.t(), part)
-            if bias_sum is not None:
-                bias_sum += logits_grad.sum(0, dtype=torch.float32)
+            gradients.add(cut, part, logits_grad)
             del logits_grad
+        sums = ((gradients.weight_sum, weight), (gradients.bias_sum, bias))
         return (
             None,
-            hidden_grad,
-            None if weight_sum is None else weight_sum.to(weight.dtype),
-            None if bias_sum is None else bias_sum.to(bias.dtype),
+            gradients.hidden,
+            *(None if total is None else total.to(like.dtype) for total, like in sums),
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from everything import differing, everything
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -41,17 +42,6 @@ def lodgers_of(model: Any) -> Lodgers:
     lodgers = outcore.engine_of(model).backend._lodgers
     assert lodgers is not None
     return lodgers
-
-
-def everything(model: Any, optimizer: outcore.AdamW) -> dict[str, Tensor]:
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for index, entry in optimizer.state_dict()["state"].items():
-        tensors |= {f"{index}.{name}": tensor.clone() for name, tensor in entry.items()}
-    return tensors
-
-
-def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
-    return [name for name in a if not torch.equal(a[name], b[name])]
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from everything import differing, everything
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -65,18 +66,6 @@ def train(model: Any, optimizer: outcore.AdamW, steps: range) -> list[float]:
         assert optimizer.grad_norm is not None
         found += [float(loss), optimizer.grad_norm]
     return found
-
-
-def everything(model: Any, optimizer: outcore.AdamW) -> dict[str, Tensor]:
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    for index, entry in optimizer.state_dict()["state"].items():
-        tensors |= {f"{index}.{name}": tensor.clone() for name, tensor in entry.items()}
-    return tensors
-
-
-def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
-    assert a.keys() == b.keys()
-    return [name for name in a if not torch.equal(a[name], b[name])]
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
