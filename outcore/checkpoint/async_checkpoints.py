@@ -47,15 +47,27 @@ class AsyncCheckpoints:
     before it is still there, and training may go on.
     """
 
-    def __init__(self, folder: CheckpointFolder, model: nn.Module, optimizer: AdamW) -> None:
-        """Refuse a folder without room, and take the memory of a snapshot."""
-        run_state.check_ready(folder, model, optimizer)
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        model: nn.Module,
+        optimizer: AdamW,
+        *,
+        while_training: bool = True,
+        num_saves: int | None = None,
+    ) -> None:
+        """Refuse a folder without room, and take the memory of a snapshot.
+
+        while_training: False where nothing goes on meanwhile, and a snapshot would be of no use.
+        num_saves: the most that will be written; None for any number.
+        """
+        run_state.check_ready(folder, model, optimizer, num_saves=num_saves)
         self.folder = folder
         self._model = model
         self._optimizer = optimizer
         self._num_bytes = checkpoint_bytes(model, optimizer)
         self._frozen = frozen_fingerprint(model)
-        self._snapshots = _snapshots(model, optimizer)
+        self._snapshots = _snapshots(model, optimizer) if while_training else None
         self._writer: threading.Thread | None = None
         self._error: BaseException | None = None
         self._last: Path | None = None

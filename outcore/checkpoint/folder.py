@@ -50,10 +50,11 @@ class CheckpointFolder:
         names = [name for of, _, name in self._committed() if of == step]
         return self.path / (names[-1] if names else f"step-{step:09d}")
 
-    def check_ready(self, num_bytes: int, *, step: int) -> None:
+    def check_ready(self, num_bytes: int, *, step: int, num_saves: int | None = None) -> None:
         """Refuse, before training starts, what could not be written later.
 
-        ``num_bytes``: of one checkpoint; ``step``: where the run begins.
+        ``num_bytes``: of one checkpoint; ``step``: where the run begins; ``num_saves``: the most
+        that it will write, None for any number.
         """
         self._prepare()
         newer = [s for s, _, name in self._committed() if s > step and name not in self._given_up]
@@ -66,11 +67,13 @@ class CheckpointFolder:
         self._prune(step)  # a run that was killed may have left more than it keeps
         held = sum(self._size_of(name) for _, _, name in self._committed())
         needed = (self.keep + 1) * num_bytes - min(held, self.keep * num_bytes)
+        if num_saves is not None:
+            needed = min(needed, num_saves * num_bytes)
         free = called("examine", self.path, lambda: calls.free_bytes(self.path))
         if needed + _MARGIN_BYTES > free:
             raise StoreError(
-                f"{self.path}: a checkpoint takes {format_bytes(num_bytes)}, and {self.keep} are "
-                f"kept while one is written, so {format_bytes(needed)} more are needed; "
+                f"{self.path}: a checkpoint takes {format_bytes(num_bytes)}, and up to {self.keep} "
+                f"are kept while one is written, so {format_bytes(needed)} more are needed; "
                 f"{format_bytes(free)} are free there. Free space, keep fewer checkpoints, or name "
                 "another folder.",
                 path=self.path,
@@ -196,7 +199,6 @@ class CheckpointFolder:
         if num_bytes + _MARGIN_BYTES > free:
             raise StoreError(
                 f"{self.path}: a checkpoint takes {format_bytes(num_bytes)}, "
-                f"{format_bytes(free)} are free there. Free space, or keep fewer checkpoints "
-                "(`outcore train --keep 0` writes none).",
+                f"{format_bytes(free)} are free there. Free space, or keep fewer checkpoints.",
                 path=self.path,
             )

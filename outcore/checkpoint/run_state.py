@@ -51,9 +51,12 @@ class Resumed:
     values: dict[str, Any]  # what the run gave to ``save``
 
 
-def check_ready(folder: CheckpointFolder, model: nn.Module, optimizer: AdamW) -> None:
+def check_ready(
+    folder: CheckpointFolder, model: nn.Module, optimizer: AdamW, *, num_saves: int | None = None
+) -> None:
     """Refuse, before training starts, a folder that has no room or is another run's."""
-    folder.check_ready(checkpoint_bytes(model, optimizer), step=optimizer.num_steps)
+    num_bytes = checkpoint_bytes(model, optimizer)
+    folder.check_ready(num_bytes, step=optimizer.num_steps, num_saves=num_saves)
 
 
 def save(

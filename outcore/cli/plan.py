@@ -116,6 +116,12 @@ def plan_command(
             help="Clipping without gradients that wait: a first pass finds the norm.",
         ),
     ] = False,
+    checkpoints: Annotated[
+        bool,
+        typer.Option(
+            "--checkpoints", help="Count memory for checkpoints written while training goes on."
+        ),
+    ] = False,
     micro_batch: Annotated[
         int | None,
         typer.Option(min=1, help="Sequences at a time inside a block; the planner's if unset."),
@@ -187,6 +193,7 @@ def plan_command(
         frozen_weights=None if frozen_weights is None else frozen_weights.value,
         micro_batch=micro_batch,
         objective=objective.value,
+        checkpoints=checkpoints,
         budgets=budgets(device_memory, host_memory, disk, machine),
     )
     with console.status("planning" if machine != HERE else "measuring this machine and planning"):

@@ -126,7 +126,14 @@ class _Run:
         self._resume()
         if not self.settings.keep:
             return self._train()
-        self.checkpoints = AsyncCheckpoints(self.folder, self.model, self.optimizer)
+        every, left = self.settings.save_every, self.corpus.num_steps - self.step
+        self.checkpoints = AsyncCheckpoints(
+            self.folder,
+            self.model,
+            self.optimizer,
+            while_training=every is not None,
+            num_saves=1 + (left // every if every is not None else 0),
+        )
         with contextlib.closing(self.checkpoints):
             return self._train()
 

@@ -240,8 +240,13 @@ def test_room_for_all_that_are_kept_is_asked_for_up_front(
     folder = CheckpointFolder(tmp_path, keep=2)
     monkeypatch.setattr(calls, "free_bytes", lambda path: 10 << 30)
     folder.check_ready(3 << 30, step=0)
-    with pytest.raises(StoreError, match=r"takes 4\.0 GiB, and 2 are kept.*12\.0 GiB.*10\.0 GiB"):
+    with pytest.raises(
+        StoreError, match=r"takes 4\.0 GiB, and up to 2 are kept.*12\.0 GiB.*10\.0 GiB"
+    ):
         folder.check_ready(4 << 30, step=0)
+    folder.check_ready(4 << 30, step=0, num_saves=2)
+    with pytest.raises(StoreError, match=r"so 11\.0 GiB more are needed"):
+        folder.check_ready(11 << 30, step=0, num_saves=1)
     monkeypatch.setattr(calls, "size_of_tree", lambda path: 4 << 30)
     save(folder, 1)
     folder.check_ready(4 << 30, step=1)  # what is there already will be removed

@@ -115,6 +115,15 @@ def test_a_stopped_run_goes_on_to_the_same_bits(
     assert losses(Path(whole.output)) == losses(Path(cut.output))
 
 
+@pytest.mark.parametrize("save_every", [None, 2])
+def test_a_copy_of_the_state_is_held_only_where_the_plan_counts_it(
+    files: Files, save_every: int | None
+) -> None:
+    result = train(files.settings(max_steps=4, save_every=save_every), quiet())
+    (host,) = [tier for tier in result.tiers if tier.tier == "host"]
+    assert ("checkpoint staging" in host.purposes) == (save_every is not None)
+
+
 def test_a_run_without_checkpoints_leaves_its_model(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
