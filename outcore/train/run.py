@@ -147,9 +147,9 @@ class _Run:
             self._steps(metrics, stop)
             if self._is_done:
                 evaluated = self._evaluate(metrics)
-            self._save()
             if self.checkpoints is not None:
                 with self.display.saving(self.folder.directory(self.step)):
+                    self._save()
                     self.checkpoints.wait()
         if self._is_done or self.checkpoints is None:  # of which else nothing would be left
             with self.display.saving(self.output):
@@ -332,6 +332,7 @@ class _Told:
 
 _MAY_CHANGE = {"resume", "save_every", "keep", "log_every", "tensorboard", "num_workers", "output"}
 _MAY_CHANGE |= {"device_memory", "host_memory", "disk", "device", "cache_dir", "eval_every"}
+_MAY_CHANGE |= {"clip_in_two_passes"}
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
