@@ -32,6 +32,8 @@ from outcore.checkpoint.folder import CheckpointFolder
 from outcore.cli.machine import machine_facts
 from outcore.shapes import shape_config
 
+NUM_STEPS_WITHOUT = 5  # before each checkpoint
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -63,7 +65,7 @@ def measured(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     homes = {"weights": "host", "state": "host"}
     model: Any = outcore.from_config(config, device=options.device, **homes).train()
     optimizer = outcore.AdamW(model, lr=1e-4, max_grad_norm=1.0)
-    folder = CheckpointFolder(path)
+    folder = CheckpointFolder(path, keep=1)
     checkpoints = AsyncCheckpoints(folder, model, optimizer)
     assert checkpoints.is_async, "needs more host memory"
     shape = (options.sequences, options.seq_len)
@@ -84,7 +86,7 @@ def measured(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     for _ in range(options.rounds):
         optimizer.synchronize()
         cores = time.process_time()
-        plain = [step() for _ in range(3)]
+        plain = [step() for _ in range(NUM_STEPS_WITHOUT)]
         optimizer.synchronize()
         each_core_s = (time.process_time() - cores) / len(plain)
         without += plain
@@ -103,7 +105,7 @@ def measured(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     run_state.save(folder, model, optimizer, {})
     synchronous_s = time.perf_counter() - start
     checkpoints.close()
-    plain_s, during_s = statistics.median(without), statistics.median(during)
+    plain_s, during_s = statistics.mean(without), statistics.mean(during)
     return {
         "machine": machine_facts(),
         "model": options.shape or "a Llama",
@@ -114,6 +116,9 @@ def measured(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         "ms_per_step": round(1e3 * plain_s, 1),
         "ms_per_step_while_writing": round(1e3 * during_s, 1),
         "longer": round(during_s / plain_s - 1, 3),
+        "longer_median": round(statistics.median(during) / statistics.median(without) - 1, 3),
+        "each_ms_without": [round(1e3 * s, 1) for s in without],
+        "each_ms_while_writing": [round(1e3 * s, 1) for s in during],
         "steps_without": len(without),
         "steps_while_writing": len(during),
         "ms_begin": round(1e3 * statistics.median(begins), 2),

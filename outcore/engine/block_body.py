@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outcore.engine import read_back_barrier
+from outcore.engine.compilation import compiled
 
 
 class BlockBody(nn.Module):
@@ -41,10 +41,5 @@ def compiled_body() -> Callable[..., Any]:
     """Return ``run_body`` compiled; one compiled function serves every block of every model."""
     global _compiled_body
     if _compiled_body is None:
-        import torch._dynamo
-
-        # Hybrid models have several structures, and each batch shape is compiled on its own.
-        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-        read_back_barrier.install()
-        _compiled_body = torch.compile(run_body, dynamic=False)
+        _compiled_body = compiled(run_body)
     return _compiled_body

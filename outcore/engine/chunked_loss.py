@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outcore.engine import read_back_barrier
+from outcore.engine.compilation import compiled
 from outcore.planning.loss_chunks import chunk_rows
 from outcore.stream.recording import compute_stream, recorded
 
@@ -212,6 +212,5 @@ _compiled: Callable[..., Tensor] | None = None
 def _compiled_loss() -> Callable[..., Tensor]:
     global _compiled
     if _compiled is None:
-        read_back_barrier.install()
-        _compiled = torch.compile(_loss_of_logits, dynamic=False)
+        _compiled = compiled(_loss_of_logits)
     return _compiled

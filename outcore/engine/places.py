@@ -16,6 +16,10 @@ from outcore.kernels import split_master24, split_master_
 from outcore.store.packed_spans import PackedField, PackedLayout
 from outcore.stream.unit import Unit
 
+# Held for work that takes all cores, or the GPU and memory there; kernels there are compiled at
+# their first call.
+_ALL_CORES = threading.Lock()
+
 
 class Place(Protocol):
     @property
@@ -59,25 +63,33 @@ class _PlainPlace:
         self._flat = flat
 
     def put(self, values: Tensor, first: int) -> None:
-        # Cast where the values are: a cast on the way between devices goes through pageable memory.
-        self._flat[first : first + values.numel()].copy_(values.to(self._flat.dtype))
+        if values.dtype != self._flat.dtype:
+            # Where the values are: a cast between devices goes through pageable memory.
+            with _ALL_CORES:
+                values = values.to(self._flat.dtype)
+        place = self._flat[first : first + values.numel()]
+        if place.device.type == values.device.type == "cpu":
+            _copy_with_one_core(place, values)
+        else:
+            place.copy_(values)
+
+
+def _copy_with_one_core(place: Tensor, values: Tensor) -> None:
+    """Copy flat values; torch would have every core help each of the threads that call this."""
+    place.view(torch.uint8).numpy()[:] = values.contiguous().view(torch.uint8).numpy()
 
 
 class _MasterPlace:
     """bf16 weights in one place, what they round away in another."""
 
     run_numel = 1
-    _on_device = threading.Lock()  # kernels there are compiled at their first call
 
     def __init__(self, flat: Tensor, remainder: Tensor) -> None:
         self._flat = flat
         self._remainder = remainder
 
     def put(self, values: Tensor, first: int) -> None:
-        if self._flat.device.type == "cpu":
-            self._split(values, first)
-            return
-        with self._on_device:
+        with _ALL_CORES:
             self._split(values, first)
 
     def _split(self, values: Tensor, first: int) -> None:
@@ -98,8 +110,6 @@ class _MasterPlace:
 class _PackedPlace:
     """A matrix in 8 or 4 bit, whole rows at a time."""
 
-    _packing = threading.Lock()  # it uses all cores, or the GPU, and memory there
-
     def __init__(
         self, layout: PackedLayout, field: PackedField, span: Tensor, device: torch.device
     ) -> None:
@@ -111,7 +121,7 @@ class _PackedPlace:
 
     def put(self, values: Tensor, first: int) -> None:
         rows = values.view(-1, self.run_numel)
-        with self._packing:
+        with _ALL_CORES:
             self._layout.store(
                 self._span, self._field, rows, self._device, first_row=first // self.run_numel
             )

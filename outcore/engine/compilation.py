@@ -1,0 +1,26 @@
+"""How the engine has torch compile its functions: the same way for blocks and for losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from outcore.engine import read_back_barrier
+
+_NUM_RECOMPILES = 64  # hybrid models have several structures, and each batch shape is its own
+_OPTIONS: dict[str, Any] = {
+    # To try several variants of an elementwise kernel that writes to its inputs, the compiler keeps
+    # a copy of them in pinned memory: 1 GiB at 16,384 tokens of a 7B model, which stays. One
+    # variant is as fast.
+    "triton.autotune_pointwise": False,
+}
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` compiled for each shape that it is called with."""
+    import torch._dynamo  # takes a second: not before it is needed
+
+    config = torch._dynamo.config
+    config.recompile_limit = max(_NUM_RECOMPILES, config.recompile_limit)
+    read_back_barrier.install()
+    return torch.compile(function, dynamic=False, options=_OPTIONS)
