@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+from outcore.machine.probe import found_gpu_direct_storage
 from outcore.store.disk_budget import DiskBudget, disk_ledger
 from outcore.store.ledger import Ledger
 from outcore.store.scratch_directory import ScratchDirectory
@@ -13,11 +16,12 @@ from outcore.stream.disk_tensors import DiskShape, DiskTensors
 class DiskTier:
     """Opens scratch files under one budget and deletes them all on ``close``."""
 
-    def __init__(self, budget: DiskBudget, *, host_ledger: Ledger, pin: bool) -> None:
+    def __init__(self, budget: DiskBudget, *, host_ledger: Ledger, device: torch.device) -> None:
         self.ledger = disk_ledger(budget)
         self._directory = ScratchDirectory(budget.path)
         self._host_ledger = host_ledger
-        self._pin = pin
+        self._pin = device.type == "cuda"
+        self._to_device = found_gpu_direct_storage(device, budget.path)
         self._files: list[DiskTensors] = []
 
     def make(self, name: str, shapes: Sequence[DiskShape], num_buffers: int) -> DiskTensors:
@@ -31,6 +35,7 @@ class DiskTier:
             disk_ledger=self.ledger,
             host_ledger=self._host_ledger,
             pin=self._pin,
+            to_device=self._to_device,
         )
         self._files.append(made)
         return made

@@ -200,8 +200,7 @@ def offload_from(
     disk: DiskTier | None = None
     try:
         if options.disk is not None:
-            pin = options.device.type == "cuda"
-            disk = DiskTier(options.disk, host_ledger=host_ledger, pin=pin)
+            disk = DiskTier(options.disk, host_ledger=host_ledger, device=options.device)
         streamed = [u for u in units if u.weights_home != "device"]
         slots = Slots(
             streamed,

@@ -1,7 +1,7 @@
 """One piece of a file, read or written in full, or a StoreError that says where and what to do.
 
-A piece is a range of whole pages in page-aligned memory. Owns the loop over short transfers; knows
-nothing of records, checksums or threads.
+A piece is a range of whole pages in page-aligned host memory, or in device memory where the disk
+reaches it. Owns the loop over short transfers; knows nothing of records, checksums or threads.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
 
 from outcore.errors import StoreError
 from outcore.kernels.checksum import PAGE_BYTES, Bytes
-from outcore.store import disk_calls
+from outcore.store import cufile_calls, disk_calls
 
 _MAX_STALLS = 8
+Memory = TypeVar("Memory", "Bytes", "DeviceBytes")
 
 _REMEDIES = {
     errno.ENOSPC: "The disk is full: free space there, or name another disk.",
@@ -37,6 +42,28 @@ class OpenFile:
     path: Path
     fd: int
     is_direct: bool  # whether I/O bypasses the page cache
+    cufile_handle: int | None = None  # with which the disk reads into device memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceBytes:
+    """A range of device memory; ``owner`` keeps it alive."""
+
+    owner: Tensor
+    start: int
+    size: int
+
+    @classmethod
+    def of(cls, memory: Tensor) -> DeviceBytes:
+        return cls(owner=memory, start=0, size=memory.numel() * memory.itemsize)
+
+    @property
+    def address(self) -> int:
+        return self.owner.data_ptr() + self.start
+
+    def __getitem__(self, part: slice) -> DeviceBytes:
+        start, end, _ = part.indices(self.size)
+        return DeviceBytes(owner=self.owner, start=self.start + start, size=end - start)
 
 
 def read_piece(file: OpenFile, target: Bytes, offset: int) -> None:
@@ -47,9 +74,20 @@ def write_piece(file: OpenFile, source: Bytes, offset: int) -> None:
     _transfer(file, "write", disk_calls.write_at, source, offset)
 
 
+def read_piece_to_device(file: OpenFile, target: DeviceBytes, offset: int) -> None:
+    handle, device = file.cufile_handle, target.owner.device
+    assert handle is not None
+
+    def read_at(_: int, memory: DeviceBytes, at: int) -> int:
+        return cufile_calls.read_at(handle, memory.address, memory.size, at)
+
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        _transfer(file, "read", read_at, target, offset)
+
+
 def failed(error: OSError, *, path: Path, verb: str, offset: int, num_bytes: int) -> StoreError:
     """Return the StoreError of a refused system call."""
-    reason = os.strerror(error.errno) if error.errno else str(error)
+    reason = os.strerror(error.errno) if error.errno else str(error.strerror or error)
     remedy = _REMEDIES.get(error.errno or 0, "Name another disk.")
     return StoreError(
         f"{path}: cannot {verb} {num_bytes} bytes at offset {offset}: {reason}. {remedy}",
@@ -59,7 +97,7 @@ def failed(error: OSError, *, path: Path, verb: str, offset: int, num_bytes: int
 
 
 def _transfer(
-    file: OpenFile, verb: str, call: Callable[[int, Bytes, int], int], memory: Bytes, offset: int
+    file: OpenFile, verb: str, call: Callable[[int, Memory, int], int], memory: Memory, offset: int
 ) -> None:
     done = num_stalls = 0
     while done < memory.size:

@@ -7,13 +7,15 @@ import errno
 import mmap
 import os
 import re
+import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from outcore.errors import StoreError
 from outcore.kernels.checksum import PAGE_BYTES, Bytes
-from outcore.store import disk_calls
+from outcore.store import cufile_calls, disk_calls
 from outcore.store.pieces import OpenFile, failed, read_piece, write_piece
 from outcore.units import format_bytes
 
@@ -59,6 +61,20 @@ def create_scratch(path: Path, num_bytes: int, *, direct: bool) -> OpenFile:
             disk_calls.close(fd)
         raise
     return OpenFile(path=path, fd=fd, is_direct=is_direct)
+
+
+def known_to_cufile(file: OpenFile) -> OpenFile:
+    """Return the file registered with cuFile; as it is, with a warning, where that is refused."""
+    try:
+        return replace(file, cufile_handle=cufile_calls.register(file.fd))
+    except RuntimeError as error:
+        warnings.warn(
+            f"{file.path}: GPUDirect Storage was found by `outcore probe` but does not take this "
+            f"file ({error}); it is read through host memory. Run `outcore probe --refresh`.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return file
 
 
 def _allocate(path: Path, fd: int, num_bytes: int) -> None:

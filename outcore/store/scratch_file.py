@@ -18,14 +18,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from outcore.errors import StoreError
 from outcore.kernels.checksum import PAGE_BYTES, Bytes, checksum_pages
-from outcore.store import disk_calls
+from outcore.store import cufile_calls, disk_calls
 from outcore.store.ledger import Ledger
 from outcore.store.page_memory import page_bytes
-from outcore.store.pieces import OpenFile, failed, read_piece, write_piece
+from outcore.store.pieces import (
+    DeviceBytes,
+    Memory,
+    OpenFile,
+    failed,
+    read_piece,
+    read_piece_to_device,
+    write_piece,
+)
 from outcore.store.record_access import RecordAccess
 from outcore.store.record_layout import Record, RecordLayout, page_aligned_bytes
 from outcore.store.scratch_creation import (
@@ -33,13 +43,14 @@ from outcore.store.scratch_creation import (
     create_scratch,
     delete_scratch,
     inode_of,
+    known_to_cufile,
 )
 
 MIN_PIECE_BYTES = 1 << 20
 OUT_OF_DISK = "Raise the disk budget, or train fewer parameters."
 
 # (file, memory, offset in the file, first page in the record, seed) → checksum
-_Piece = Callable[[OpenFile, Bytes, int, int, int], int]
+_Piece = Callable[[OpenFile, Memory, int, int, int], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +60,7 @@ class ScratchOptions:
     direct: bool = True  # bypass the page cache where the file system can
     num_threads: int = 4  # for reads, and as many again for writes
     piece_bytes: int = 8 << 20  # of one request; a multiple of the page size
+    to_device: bool = False  # read into device memory, where cuFile takes the file
 
     def __post_init__(self) -> None:
         if self.num_threads < 1:
@@ -65,6 +77,17 @@ class _Written:
 
     num_writes: int
     checksum: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrived:
+    """A record that lies in device memory, unverified but for its last page if that is shared."""
+
+    index: int
+    num_bytes: int  # on the device: whole pages
+    seed: int
+    checksum: int  # that of these bytes, as they were written
+    rest: Tensor | None  # what follows them, on the host
 
 
 class ScratchFile:
@@ -98,6 +121,8 @@ class ScratchFile:
         except BaseException:
             hold.give_back()
             raise
+        if self.options.to_device:
+            self._file = known_to_cufile(self._file)
         self._written = [_Written(num_writes=0, checksum=None)] * len(self.layout.records)
         self._access = RecordAccess()
         # Apart, or the pieces of a large write would stand before those of every read.
@@ -116,26 +141,48 @@ class ScratchFile:
         """Whether I/O bypasses the page cache."""
         return self._file.is_direct
 
+    @property
+    def reads_to_device(self) -> bool:
+        """Whether ``read_to_device`` can be called."""
+        return self._file.cufile_handle is not None
+
     def read(self, index: int, target: Tensor | memoryview) -> None:
         """Fill ``target`` with what was last written to the record."""
         record = self.layout.records[index]
         memory = page_bytes(target, record.num_bytes, writable=True)
         with self._access.reading(index):
-            written = self._written[index]
-            if written.num_writes == 0:
-                raise ValueError(f"{self.path}: record {index} was never written")
-            if written.checksum is None:
-                raise self._error(record, "its last write failed. Write it again before reading")
-            self._check_file(record)
+            written, checksum = self._last_write(record)
             found = self._carry_out(self._readers, _read_and_sum, record, memory, written)
-            if found != written.checksum:
-                raise self._error(
-                    record,
-                    f"the bytes read are not those written (checksum {found:016x}, not "
-                    f"{written.checksum:016x}). The drive, its cable or the memory damages data, "
-                    "or another program wrote here: name another disk, and continue from the last "
-                    "checkpoint",
+            self._compare(record, found, checksum)
+
+    def read_to_device(self, index: int, target: Tensor) -> Arrived:
+        """Fill flat ``target`` with what was last written, past the host; see ``verify``.
+
+        Nothing else may be using the memory: cuFile knows of no streams. What lies on a page with
+        the padding behind the record comes through the host, and is for the caller to copy.
+        """
+        record = self.layout.records[index]
+        target_bytes = target.view(torch.uint8)
+        rest_bytes = target_bytes.numel() % PAGE_BYTES
+        whole = target_bytes.numel() - rest_bytes
+        with self._access.reading(index):
+            written, checksum = self._last_write(record)
+            memory = DeviceBytes.of(target_bytes[:whole])
+            self._carry_out(self._readers, _read_to_device, record, memory, written)
+            rest, seed = None, _seed(record, written)
+            if rest_bytes:
+                page = np.frombuffer(mmap.mmap(-1, PAGE_BYTES), dtype=np.uint8)
+                checksum -= _read_and_sum(
+                    self._file, page, record.offset + whole, whole // PAGE_BYTES, seed
                 )
+                rest = torch.from_numpy(page)[:rest_bytes]
+        return Arrived(
+            index=index, num_bytes=whole, seed=seed, checksum=checksum % 2**64, rest=rest
+        )
+
+    def verify(self, arrived: Arrived, found: int) -> None:
+        """Raise if ``found``, the checksum of the bytes on the device, is not what was written."""
+        self._compare(self.layout.records[arrived.index], found, arrived.checksum)
 
     def write(self, index: int, source: Tensor | memoryview) -> None:
         """Make ``source`` the record's value; it must not change before this returns."""
@@ -178,21 +225,39 @@ class ScratchFile:
     ) -> None:
         self.close()
 
+    def _last_write(self, record: Record) -> tuple[_Written, int]:
+        """Return what the record was last given, with its checksum; raises if it has no value."""
+        written = self._written[record.index]
+        if written.num_writes == 0:
+            raise ValueError(f"{self.path}: record {record.index} was never written")
+        if written.checksum is None:
+            raise self._error(record, "its last write failed. Write it again before reading")
+        self._check_file(record)
+        return written, written.checksum
+
+    def _compare(self, record: Record, found: int, checksum: int) -> None:
+        if found != checksum:
+            raise self._error(
+                record,
+                f"the bytes read are not those written (checksum {found:016x}, not "
+                f"{checksum:016x}). The drive, its cable or the memory damages data, or another "
+                "program wrote here: name another disk, and continue from the last checkpoint",
+            )
+
     def _carry_out(
         self,
         pool: ThreadPoolExecutor,
-        work: _Piece,
+        work: _Piece[Memory],
         record: Record,
-        memory: Bytes,
+        memory: Memory,
         written: _Written,
     ) -> int:
         """Do ``work`` on each piece of a record and return the sum of the checksums."""
-        # A record's place and its number of writes: no two writes of a file share a seed.
-        seed = (record.index << 40) + written.num_writes
+        seed = _seed(record, written)
         futures: list[Future[int]] = []
         try:
             piece_bytes = self._piece_bytes(record)
-            for start in range(0, record.num_bytes, piece_bytes):
+            for start in range(0, memory.size, piece_bytes):
                 piece = memory[start : start + piece_bytes]
                 futures.append(
                     pool.submit(
@@ -252,6 +317,11 @@ class ScratchFile:
         )
 
 
+def _seed(record: Record, written: _Written) -> int:
+    """A record's place and its number of writes: no two writes of a file share a seed."""
+    return (record.index << 40) + written.num_writes
+
+
 # Functions and not methods: a thread that is done with a piece must not hold the last reference to
 # the file, whose release would then run on it.
 
@@ -259,6 +329,13 @@ class ScratchFile:
 def _read_and_sum(file: OpenFile, target: Bytes, offset: int, first_page: int, seed: int) -> int:
     read_piece(file, target, offset)
     return checksum_pages(target, first_page=first_page, seed=seed)
+
+
+def _read_to_device(
+    file: OpenFile, target: DeviceBytes, offset: int, first_page: int, seed: int
+) -> int:
+    read_piece_to_device(file, target, offset)
+    return 0  # summed by whoever can look at it
 
 
 def _sum_and_write(file: OpenFile, source: Bytes, offset: int, first_page: int, seed: int) -> int:
@@ -279,6 +356,9 @@ def _release(
     for pool in pools:
         pool.shutdown(wait=False)
     delete_scratch(file.path, inode)
+    if file.cufile_handle is not None:
+        with contextlib.suppress(RuntimeError):
+            cufile_calls.deregister(file.cufile_handle)
     with contextlib.suppress(OSError):
         disk_calls.close(file.fd)
     give_back()

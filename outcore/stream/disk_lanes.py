@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from outcore.errors import LaneError
-from outcore.store.scratch_file import ScratchFile
+from outcore.store.scratch_file import Arrived, ScratchFile
 from outcore.stream.lanes import Fence, Lane
 from outcore.stream.staging import StagingPool
 
@@ -59,6 +59,22 @@ class DiskLanes:
             self.reads.submit(lambda: self._file.read(record, buffer), after=after, fence=fence)
         return buffer, fence
 
+    def fetch_to_device(self, record: int, target: Tensor) -> tuple[Fence, list[Arrived]]:
+        """Start to read ``record`` into device memory that nothing uses.
+
+        Returns the fence behind which it has arrived, and a list that will then say how.
+        """
+        arrived: list[Arrived] = []
+        with self._lock:
+            after = [self._stored[record]] if record in self._stored else []
+            fence = self._fetched[record] = Fence()
+            self.reads.submit(
+                lambda: arrived.append(self._file.read_to_device(record, target)),
+                after=after,
+                fence=fence,
+            )
+        return fence, arrived
+
     def blank(self, record: int) -> tuple[Tensor, Fence]:
         """Return a buffer for a record's first value, and the fence behind which it may be filled.
 
@@ -87,7 +103,7 @@ class DiskLanes:
 
             def write() -> None:
                 if overtaken is not None:
-                    _wait_over([overtaken])
+                    wait_over([overtaken])
                 self._file.write(record, buffer)
 
             fence = self._stored[record] = Fence()
@@ -115,14 +131,14 @@ class DiskLanes:
         # Behind the write in its lane, and behind all users: the first that fails ends the wait of
         # the write, not the others' work. Failed or not the buffer is free then, so this fence does
         # not fail.
-        free_after = self.writes.submit(lambda: _wait_over(users))
+        free_after = self.writes.submit(lambda: wait_over(users))
         self._staging.take_back(buffer, free_after)
 
     def _num_bytes(self, record: int) -> int:
         return self._file.layout.records[record].num_bytes
 
 
-def _wait_over(fences: Sequence[Fence]) -> None:
+def wait_over(fences: Sequence[Fence]) -> None:
     """Wait until the work of each fence is over, whether it succeeded or not."""
     for fence in fences:
         with contextlib.suppress(LaneError):

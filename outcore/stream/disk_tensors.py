@@ -1,6 +1,7 @@
 """Flat tensors whose home is a scratch file, moved in pieces through staging buffers.
 
-Training reads and writes whole pieces past the page cache, with checksums. Everybody else (saving,
+Training reads and writes whole pieces past the page cache, with checksums; where the disk can, it
+reads weights straight into device memory (GPUDirect Storage). Everybody else (saving,
 ``state_dict``) sees the same bytes through ``mapped``, a view of the file that costs memory only
 for what is looked at; it is true when nothing is in flight, and after writing to it ``rewrite``
 makes the pieces true again.
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 
 from outcore.kernels.checksum import PAGE_BYTES
+from outcore.kernels.checksum_torch import checksum_on_device
 from outcore.store.ledger import Ledger
-from outcore.store.scratch_file import ScratchFile
-from outcore.stream.disk_lanes import DiskLanes
+from outcore.store.scratch_file import Arrived, ScratchFile, ScratchOptions
+from outcore.stream.disk_lanes import DiskLanes, wait_over
 from outcore.stream.lanes import Fence
 from outcore.stream.staging import StagingPool
 
@@ -50,6 +52,27 @@ class DiskShape:
         return start, min(start + self.piece_numel, self.numel)
 
 
+class Arrival:
+    """A piece on its way from disk to the device memory ``target``."""
+
+    def __init__(
+        self, scratch: ScratchFile, target: Tensor, fence: Fence, arrived: list[Arrived]
+    ) -> None:
+        self._scratch = scratch
+        self._target = target.view(torch.uint8)
+        self._arrived = arrived
+        self.fence = fence
+
+    def complete(self) -> None:
+        """Wait for it, and verify it on the calling thread's stream."""
+        self.fence.block()
+        for arrived in self._arrived:
+            there = self._target[: arrived.num_bytes]
+            self._scratch.verify(arrived, checksum_on_device(there, seed=arrived.seed))
+            if arrived.rest is not None:
+                self._target[arrived.num_bytes :].copy_(arrived.rest)
+
+
 class DiskTensor:
     """One flat tensor in a file."""
 
@@ -63,6 +86,14 @@ class DiskTensor:
         """Start to read a piece; return where it will be, and after what."""
         buffer, fence = self._file.fetch(self._first + piece)
         return self._typed(buffer, piece), fence
+
+    @property
+    def reads_to_device(self) -> bool:
+        return self._file.reads_to_device
+
+    def fetch_to_device(self, piece: int, target: Tensor) -> Arrival:
+        """Start to read a piece into device memory that nothing uses."""
+        return self._file.fetch_to_device(self._first + piece, target)
 
     def store(self, piece: int, values: Tensor, after: Sequence[Fence]) -> Fence:
         """Write what ``fetch`` returned back, after the fences."""
@@ -103,7 +134,9 @@ class DiskTensors:
         disk_ledger: Ledger,
         host_ledger: Ledger,
         pin: bool,
+        to_device: bool = False,
     ) -> None:
+        """``to_device``: whether the disk reads straight into device memory where it can."""
         for shape in shapes:
             piece_bytes = shape.piece_numel * shape.dtype.itemsize
             assert shape.num_pieces == 1 or piece_bytes % PAGE_BYTES == 0, shape
@@ -112,7 +145,13 @@ class DiskTensors:
             for shape in shapes
             for piece in range(shape.num_pieces)
         ]
-        self._scratch = ScratchFile(directory, name, sizes, ledger=disk_ledger)
+        self._scratch = ScratchFile(
+            directory,
+            name,
+            sizes,
+            ledger=disk_ledger,
+            options=ScratchOptions(to_device=to_device),
+        )
         layout = self._scratch.layout
         try:
             staging = StagingPool(num_buffers, layout.largest_bytes, ledger=host_ledger, pin=pin)
@@ -140,6 +179,18 @@ class DiskTensors:
         self._staged[buffer.data_ptr()] = buffer
         return buffer, fence
 
+    @property
+    def reads_to_device(self) -> bool:
+        return self._scratch.reads_to_device
+
+    def fetch_to_device(self, record: int, target: Tensor) -> Arrival:
+        if record in self._never_written:
+            target.zero_()
+            done = Fence()
+            done.mark_issued()
+            return Arrival(self._scratch, target, done, [])
+        return Arrival(self._scratch, target, *self._lanes.fetch_to_device(record, target))
+
     def blank(self, record: int) -> tuple[Tensor, Fence]:
         buffer, fence = self._lanes.blank(record)
         self._staged[buffer.data_ptr()] = buffer
@@ -161,10 +212,29 @@ class DiskTensors:
 
 
 def copy_from_disk(source: DiskTensor, target: Tensor, device: torch.device) -> None:
-    """Copy a whole tensor from disk to ``target``, on the calling thread's stream there.
+    """Copy a whole tensor from disk to ``target``, on the calling thread's stream there."""
+    if source.reads_to_device:
+        _copy_past_host(source, target, device)
+    else:
+        _copy_through_host(source, target, device)
 
-    Reads run ahead as far as there are buffers.
-    """
+
+def _copy_past_host(source: DiskTensor, target: Tensor, device: torch.device) -> None:
+    # The disk knows nothing of streams: whoever used the memory last must be done with it.
+    Fence.after_compute(device).block()
+    arrivals = [
+        source.fetch_to_device(piece, target[slice(*source.shape.bounds(piece))])
+        for piece in range(source.shape.num_pieces)
+    ]
+    try:
+        for arrival in arrivals:
+            arrival.complete()
+    finally:
+        wait_over([arrival.fence for arrival in arrivals])  # or the next owner's bytes change
+
+
+def _copy_through_host(source: DiskTensor, target: Tensor, device: torch.device) -> None:
+    """Reads run ahead as far as there are buffers."""
     pieces = range(source.shape.num_pieces)
     ahead: deque[tuple[int, Tensor, Fence]] = deque()
     upcoming = iter(pieces)

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from cufile_on_host import CufileOnHost
 from families import BY_NAME
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
+from outcore.engine import disk_tier
 from outcore.errors import LaneError, StoreError
 from outcore.stream.disk_tensors import PIECE_ALIGN
 from outcore.stream.lanes import injected_delays
@@ -346,3 +348,23 @@ def test_closing_finishes_only_the_update_in_hand(
     assert sum(update.chunk.unit.index in on_disk for update in begun) <= 2
     with pytest.raises(LaneError, match="closed"):
         engine.backend._disk_updater.synchronize()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("weights", ["disk", ["disk", "host", "disk"]])
+def test_weights_that_pass_by_the_host_give_the_same_losses(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, weights: Any
+) -> None:
+    """GPUDirect Storage, with a stand-in for cuFile that reads into the CPU device's memory."""
+
+    def run(**options: Any) -> list[float]:
+        model = make(disk, state="disk", **options)
+        losses = train(model, outcore.AdamW(model, lr=1e-2, max_grad_norm=1.0), range(4))
+        outcore.release(model)
+        return losses
+
+    expected = run(weights="host")
+    cufile = CufileOnHost(monkeypatch)
+    monkeypatch.setattr(disk_tier, "found_gpu_direct_storage", lambda device, folder: True)
+    with injected_delays(0.002, seed=1):
+        assert run(weights=weights) == expected
+    assert cufile.num_reads > 0

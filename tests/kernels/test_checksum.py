@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outcore.kernels.checksum import PAGE_BYTES, Bytes, checksum_by_numpy, checksum_pages
+from outcore.kernels.checksum_torch import checksum_on_device
 
 NUM_PAGES = 5
 
@@ -50,6 +52,15 @@ def test_every_instruction_set_agrees_with_numpy(isa: str, num_pages: int) -> No
     for first_page, seed in ((0, 0), (7, 2**64 - 1), (2**64 - 2, 12345)):
         expected = checksum_by_numpy(data, first_page=first_page, seed=seed)
         assert checksum_pages(data, first_page=first_page, seed=seed) == expected
+
+
+@pytest.mark.parametrize("num_pages", [0, 1, 2, 2049])
+def test_torch_agrees_with_numpy(num_pages: int) -> None:
+    data = random_pages(num_pages)
+    for first_page, seed in ((0, 0), (7, 2**64 - 1), (2**64 - 2, 12345), (3, 5 << 40)):
+        expected = checksum_by_numpy(data, first_page=first_page, seed=seed)
+        on_device = checksum_on_device(torch.from_numpy(data), first_page=first_page, seed=seed)
+        assert on_device == expected
 
 
 def test_parts_add_up() -> None:

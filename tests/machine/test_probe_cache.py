@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from outcore.machine.probe import QUICK, ProbeReport, probe, run
+from outcore.machine.probe import QUICK, ProbeReport, found_gpu_direct_storage, probe, run
 from outcore.machine.probe.cache import cache_file, cache_folder, load_report, save_report
 from outcore.machine.probe.facts import find_facts, fingerprint_of, probe_device
+from outcore.machine.probe.sizes import full_sizes
 
 
 @pytest.fixture
@@ -170,3 +172,30 @@ def test_the_folder_follows_the_standard(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_folder() == tmp_path / ".cache" / "outcore"
     assert os.environ["HOME"] == str(tmp_path)
+
+
+def test_direct_storage_counts_for_the_disk_that_it_was_tried_on(
+    quick_report: ProbeReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = torch.device("cuda")
+    fingerprint = fingerprint_of(quick_report.facts, full_sizes("cuda"))
+    monkeypatch.setattr(run, "find_facts", lambda _: quick_report.facts)
+    assert quick_report.disk is not None
+
+    def found(gpu_direct_storage: str, folder: Path, device: torch.device = cuda) -> bool:
+        disk = replace(quick_report.disk, path=str(tmp_path))
+        report = replace(
+            quick_report,
+            fingerprint=fingerprint,
+            disk=disk,
+            gpu_direct_storage=gpu_direct_storage,
+        )
+        assert save_report(report, tmp_path)
+        return found_gpu_direct_storage(device, folder, cache_folder=tmp_path)
+
+    assert not found_gpu_direct_storage(cuda, tmp_path, cache_folder=tmp_path), "nothing is kept"
+    assert found("works", tmp_path)
+    assert not found("the driver is not loaded", tmp_path)
+    assert not found("works", tmp_path, torch.device("cpu"))
+    assert not found("works", Path("/proc")), "another file system"
+    assert not found("works", tmp_path / "missing")

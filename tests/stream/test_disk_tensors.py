@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from cufile_on_host import CufileOnHost
 
-from outcore.errors import LaneError
+from outcore.errors import LaneError, StoreError
 from outcore.store.ledger import Ledger
-from outcore.stream.disk_tensors import PIECE_ALIGN, DiskShape, DiskTensors
+from outcore.stream.disk_tensors import PIECE_ALIGN, DiskShape, DiskTensors, copy_from_disk
 
 SHAPES = [
     DiskShape(numel=2 * PIECE_ALIGN + 384, dtype=torch.float32, piece_numel=PIECE_ALIGN),
@@ -79,3 +80,59 @@ def test_a_write_behind_our_back_is_noticed(disk: DiskTensors) -> None:
     with pytest.raises(LaneError, match="checksum"):
         here.block()
     tensor.release(values, [])
+
+
+def test_past_the_host_come_the_same_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cufile = CufileOnHost(monkeypatch)
+    disk = DiskTensors(
+        tmp_path,
+        "weights",
+        SHAPES,
+        num_buffers=3,
+        disk_ledger=Ledger("disk", None),
+        host_ledger=Ledger("host", None),
+        pin=False,
+        to_device=True,
+    )
+    for tensor in disk.tensors:
+        target = torch.ones(tensor.shape.numel, dtype=tensor.shape.dtype)
+        copy_from_disk(tensor, target, torch.device("cpu"))
+        assert not bool(target.any()), "what was never written is zero"
+        for seed in range(2):
+            values = torch.randint(0, 100, target.shape).to(target.dtype)
+            tensor.write(values)
+            copy_from_disk(tensor, target, torch.device("cpu"))
+            assert torch.equal(target, values), seed
+    disk.close()
+    assert cufile.num_reads >= 2 * sum(shape.num_pieces for shape in SHAPES) - 2
+
+
+def test_past_the_host_a_failed_piece_is_raised_when_all_are_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flip(read: bytearray, offset: int) -> int:
+        if offset == 0:
+            read[5] ^= 1
+        return len(read)
+
+    cufile = CufileOnHost(monkeypatch)
+    disk = DiskTensors(
+        tmp_path,
+        "weights",
+        SHAPES[:1],
+        num_buffers=3,
+        disk_ledger=Ledger("disk", None),
+        host_ledger=Ledger("host", None),
+        pin=False,
+        to_device=True,
+    )
+    (tensor,) = disk.tensors
+    tensor.write(torch.ones(tensor.shape.numel))
+    target = torch.zeros(tensor.shape.numel)
+    cufile.damage = flip
+    with pytest.raises(StoreError, match="not those written"):
+        copy_from_disk(tensor, target, torch.device("cpu"))
+    assert bool(target[PIECE_ALIGN : 2 * PIECE_ALIGN].all()), "a piece came after the error"
+    disk.close()

@@ -7,7 +7,7 @@ with the figures is no concern of this room.
 from __future__ import annotations
 
 from .report import ProbeReport
-from .run import probe
+from .run import found_gpu_direct_storage, probe
 from .sizes import FULL, QUICK, ProbeSizes
 
-__all__ = ["FULL", "QUICK", "ProbeReport", "ProbeSizes", "probe"]
+__all__ = ["FULL", "QUICK", "ProbeReport", "ProbeSizes", "found_gpu_direct_storage", "probe"]

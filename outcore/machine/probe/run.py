@@ -18,7 +18,7 @@ from .arithmetic import measure_device
 from .cache import load_report, save_report
 from .disk import default_scratch, free_disk_bytes, measure_disk
 from .facts import find_facts, fingerprint_of, free_memory, probe_device
-from .gpu_direct_storage import try_gpu_direct_storage
+from .gpu_direct_storage import WORKS, try_gpu_direct_storage
 from .host import measure_host
 from .link import measure_link
 from .report import DiskFigures, Facts, FreeMemory, ProbeReport
@@ -54,9 +54,29 @@ def probe(
         return report
     if folder is not None and (kept.disk is None or kept.disk.path != str(folder.resolve())):
         (progress or _silent)("disk", 1, 1)
-        kept = replace(kept, disk=measure_disk(folder, sizes))
+        kept = replace(
+            kept,
+            disk=measure_disk(folder, sizes),
+            gpu_direct_storage=try_gpu_direct_storage(device, folder),
+        )
         save_report(kept, cache_folder)
     return replace(kept, free=free_memory(device), disk=_with_free_bytes_now(kept.disk))
+
+
+def found_gpu_direct_storage(
+    device: torch.device, folder: Path, *, cache_folder: Path | None = None
+) -> bool:
+    """Whether the report that is kept says that the disk of ``folder`` reads into device memory."""
+    if device.type != "cuda":
+        return False
+    fingerprint = fingerprint_of(find_facts(device), full_sizes(device.type))
+    kept = load_report(fingerprint, cache_folder)
+    if kept is None or kept.disk is None or kept.gpu_direct_storage != WORKS:
+        return False
+    try:
+        return os.stat(kept.disk.path).st_dev == os.stat(folder).st_dev
+    except OSError:
+        return False
 
 
 def _measure(
