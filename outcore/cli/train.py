@@ -102,6 +102,14 @@ def train_command(
         str | None, _option("raise or skip a step with NaN or infinity (raise).", _OPTIMIZER)
     ] = None,
     seed: Annotated[int | None, _option("Same seed, same run (0).", _OPTIMIZER)] = None,
+    deterministic: Annotated[
+        bool | None,
+        _option(
+            "The same bits each time on a GPU, also after --resume; slower. A CPU needs it not.",
+            _OPTIMIZER,
+            "--deterministic",
+        ),
+    ] = None,
     lora: Annotated[
         bool | None, _option("Train PEFT adapters over frozen weights.", _LORA, "--lora")
     ] = None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +13,7 @@ from rich.markup import escape
 from outcore.cli.machine import machine_facts, machine_line
 from outcore.cli.report import console_for, shown_while_filled, stop, write_json
 from outcore.cli.verify_table import VerifyTable
+from outcore.determinism import ask_cublas_for_it
 from outcore.errors import OutcoreError
 
 if TYPE_CHECKING:
@@ -107,8 +107,7 @@ def verify_command(
 
 def _start_torch(device: str | None) -> str:
     """Return the device to use, with deterministic algorithms where they are a choice."""
-    # Read when CUDA starts: cuBLAS is deterministic only with workspaces of its own.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    ask_cublas_for_it()
     import torch
     import transformers
 

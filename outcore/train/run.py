@@ -18,6 +18,7 @@ import outcore
 from outcore.checkpoint import run_state
 from outcore.checkpoint.async_checkpoints import AsyncCheckpoints
 from outcore.checkpoint.folder import CheckpointFolder
+from outcore.determinism import deterministic_algorithms
 from outcore.engine.offload import engine_of
 from outcore.engine.run_record import RunRecord
 from outcore.errors import StoreError
@@ -43,6 +44,11 @@ _RECORDED_STEPS = (3, 6)  # of this process: the first ones compile and fill cac
 
 def train(settings: TrainSettings, display: Display) -> TrainResult:
     """Train as told; a signal ends it after the step in hand, with a checkpoint."""
+    with deterministic_algorithms() if settings.deterministic else contextlib.nullcontext():
+        return _trained(settings, display)
+
+
+def _trained(settings: TrainSettings, display: Display) -> TrainResult:
     settings = subject.resolved(settings)
     config = subject.config_of(settings)
     settings = with_seq_len(settings, subject.longest_sequence(config))
@@ -338,8 +344,9 @@ _MAY_CHANGE |= {"clip_in_two_passes"}
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return what differs and may change the numbers, in words."""
     return [
-        f"{name} was {before.get(name)!r}, is {value!r}"
+        f"{name} was {before[name]!r}, is {value!r}"
         for name, value in now.items()
-        if name not in _MAY_CHANGE
-        and before.get(name) != (list(value) if isinstance(value, tuple) else value)
+        if name in before
+        and name not in _MAY_CHANGE
+        and before[name] != (list(value) if isinstance(value, tuple) else value)
     ]

@@ -17,7 +17,7 @@ from outcore.kernels.packed_format import FORMATS
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.usefixtures("deterministic"),
 ]
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4}
 PLACEMENTS: list[dict[str, Any]] = [

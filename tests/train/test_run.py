@@ -158,6 +158,29 @@ def test_other_data_is_refused_by_a_resumed_run(files: Files) -> None:
         train(files.settings(max_steps=4, data=(str(other),), resume=True), quiet())
 
 
+def test_deterministic_algorithms_are_used_for_the_run_alone(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = run_module._Run._take_step
+    used: list[bool] = []
+
+    def take_step(self: Any) -> Any:
+        used.append(torch.are_deterministic_algorithms_enabled())
+        return take(self)
+
+    monkeypatch.setattr(run_module._Run, "_take_step", take_step)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    settings = files.settings("deterministic", max_steps=2, deterministic=True)
+    train(settings, quiet())
+    assert used == [True, True]
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not torch.are_deterministic_algorithms_enabled()
+    plain = files.settings("plain", max_steps=2)
+    train(plain, quiet())
+    assert used[2:] == [False, False]
+    assert same(Path(settings.output), Path(plain.output)), "a CPU has no choice"
+
+
 def test_placements_have_the_same_bits(files: Files) -> None:
     outputs = []
     for name, changes in {

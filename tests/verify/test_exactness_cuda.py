@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-
 import pytest
 import torch
 from transformers import (
@@ -17,7 +14,7 @@ from transformers import (
 
 from outcore.verify import VerifyJob, verify
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 CONFIGS = {
     "qwen2": Qwen2Config(
@@ -43,14 +40,6 @@ CONFIGS = {
         vocab_size=20_011,
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
