@@ -55,13 +55,17 @@ class AsyncCheckpoints:
         *,
         while_training: bool = True,
         num_saves: int | None = None,
+        beside_bytes: int = 0,
     ) -> None:
         """Refuse a folder without room, and take the memory of a snapshot.
 
         while_training: False where nothing goes on meanwhile, and a snapshot would be of no use.
         num_saves: the most that will be written; None for any number.
+        beside_bytes: what else will be written to the same disk.
         """
-        run_state.check_ready(folder, model, optimizer, num_saves=num_saves)
+        run_state.check_ready(
+            folder, model, optimizer, num_saves=num_saves, beside_bytes=beside_bytes
+        )
         self.folder = folder
         self._model = model
         self._optimizer = optimizer

@@ -50,11 +50,13 @@ class CheckpointFolder:
         names = [name for of, _, name in self._committed() if of == step]
         return self.path / (names[-1] if names else f"step-{step:09d}")
 
-    def check_ready(self, num_bytes: int, *, step: int, num_saves: int | None = None) -> None:
+    def check_ready(
+        self, num_bytes: int, *, step: int, num_saves: int | None = None, beside_bytes: int = 0
+    ) -> None:
         """Refuse, before training starts, what could not be written later.
 
         ``num_bytes``: of one checkpoint; ``step``: where the run begins; ``num_saves``: the most
-        that it will write, None for any number.
+        that it will write, None for any number; ``beside_bytes``: what else will come to this disk.
         """
         self._prepare()
         newer = [s for s, _, name in self._committed() if s > step and name not in self._given_up]
@@ -69,13 +71,15 @@ class CheckpointFolder:
         needed = (self.keep + 1) * num_bytes - min(held, self.keep * num_bytes)
         if num_saves is not None:
             needed = min(needed, num_saves * num_bytes)
+        needed += beside_bytes
+        beside = f" with {format_bytes(beside_bytes)} beside them" if beside_bytes else ""
         free = called("examine", self.path, lambda: calls.free_bytes(self.path))
         if needed + _MARGIN_BYTES > free:
             raise StoreError(
                 f"{self.path}: a checkpoint takes {format_bytes(num_bytes)}, and up to {self.keep} "
-                f"are kept while one is written, so {format_bytes(needed)} more are needed; "
-                f"{format_bytes(free)} are free there. Free space, keep fewer checkpoints, or name "
-                "another folder.",
+                f"are kept while one is written, so {format_bytes(needed)} more are "
+                f"needed{beside}; {format_bytes(free)} are free there. Free space, keep fewer "
+                "checkpoints, or name another folder.",
                 path=self.path,
             )
 

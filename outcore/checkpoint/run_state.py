@@ -52,11 +52,20 @@ class Resumed:
 
 
 def check_ready(
-    folder: CheckpointFolder, model: nn.Module, optimizer: AdamW, *, num_saves: int | None = None
+    folder: CheckpointFolder,
+    model: nn.Module,
+    optimizer: AdamW,
+    *,
+    num_saves: int | None = None,
+    beside_bytes: int = 0,
 ) -> None:
     """Refuse, before training starts, a folder that has no room or is another run's."""
-    num_bytes = checkpoint_bytes(model, optimizer)
-    folder.check_ready(num_bytes, step=optimizer.num_steps, num_saves=num_saves)
+    folder.check_ready(
+        checkpoint_bytes(model, optimizer),
+        step=optimizer.num_steps,
+        num_saves=num_saves,
+        beside_bytes=beside_bytes,
+    )
 
 
 def save(

@@ -33,6 +33,7 @@ from outcore.train.lagged_loss import LaggedLoss
 from outcore.train.metrics import Metrics
 from outcore.train.objective import Objective, objective_for
 from outcore.train.report_page import write_report
+from outcore.train.room import best_bytes, check_room_for_model, model_bytes
 from outcore.train.schedule import LearningRate, warmup_steps
 from outcore.train.settings import TrainSettings, to_dict, with_seq_len
 from outcore.train.stopping import StopRequest
@@ -130,7 +131,9 @@ class _Run:
             self.settings, self.corpus, self.model, self.display.reference
         )
         self._resume()
+        at_end = model_bytes(self.model, only_adapters=self.settings.lora)
         if not self.settings.keep:
+            check_room_for_model(self.output, at_end)
             return self._train()
         every, left = self.settings.save_every, self.corpus.num_steps - self.step
         self.checkpoints = AsyncCheckpoints(
@@ -139,6 +142,7 @@ class _Run:
             self.optimizer,
             while_training=every is not None,
             num_saves=1 + (left // every if every is not None else 0),
+            beside_bytes=at_end + self._best_bytes(left),
         )
         with contextlib.closing(self.checkpoints):
             return self._train()
@@ -244,6 +248,13 @@ class _Run:
             best = CheckpointFolder(self.folder.path / BEST, keep=1)
             run_state.save(best, self.model, self.optimizer, self._values())
         return found
+
+    def _best_bytes(self, num_steps: int) -> int:
+        every = self.settings.eval_every
+        if every is None:
+            return 0
+        folder = self.folder.path / BEST
+        return best_bytes(self.model, self.optimizer, folder, -(-num_steps // every))
 
     def _save(self) -> None:
         """Begin a checkpoint; training goes on while it is written, where there is room."""

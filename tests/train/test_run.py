@@ -16,11 +16,14 @@ from safetensors.torch import load_file
 from train_files import Files, write_chats, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from outcore.checkpoint import calls, run_state
+from outcore.checkpoint.contents import checkpoint_bytes
 from outcore.errors import BadRow, DoesNotFit, StoreError
 from outcore.train import run as run_module
 from outcore.train.display import Display, LiveDisplay
 from outcore.train.figures import TrainResult
 from outcore.train.metrics import read_metrics
+from outcore.train.room import model_bytes
 from outcore.train.run import train
 from outcore.train.settings import TrainSettings
 
@@ -133,6 +136,37 @@ def test_a_run_without_checkpoints_leaves_its_model(
     assert AutoModelForCausalLM.from_pretrained(result.output).num_parameters() > 0
     with pytest.raises(ValueError, match="keep=0"):
         files.settings("none", keep=0, save_every=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"keep": 0}, "the model takes 6.* MiB, 1.0 MiB are free"),
+        ({}, "more are needed with 6.* MiB beside them; 1.0 MiB are free"),
+    ],
+)
+def test_room_for_the_model_is_asked_for_up_front(
+    files: Files, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], named: str
+) -> None:
+    monkeypatch.setattr(calls, "free_bytes", lambda path: 1 << 20)
+    monkeypatch.setattr(run_module._Run, "_take_step", lambda self: pytest.fail("a step was taken"))
+    with pytest.raises(StoreError, match=named):
+        train(files.settings(**options), quiet())
+
+
+@pytest.mark.parametrize(("eval_every", "most"), [(None, 0), (100, 1), (4, 2)])
+def test_the_best_checkpoint_needs_room_too(
+    files: Files, monkeypatch: pytest.MonkeyPatch, eval_every: int | None, most: int
+) -> None:
+    asked: list[float] = []
+
+    def check_ready(folder: Any, model: Any, optimizer: Any, **options: Any) -> None:
+        best_bytes = options["beside_bytes"] - model_bytes(model, only_adapters=False)
+        asked.append(best_bytes / checkpoint_bytes(model, optimizer))
+
+    monkeypatch.setattr(run_state, "check_ready", check_ready)
+    train(files.settings(max_steps=8, held_out=0.2, eval_every=eval_every), quiet())
+    assert asked == [most]
 
 
 def test_a_finished_run_is_left_as_it_is(files: Files) -> None:

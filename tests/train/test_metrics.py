@@ -1,0 +1,77 @@
+"""Figures of a run: lines of JSON, and what TensorBoard reads back of the same."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from outcore.train.metrics import Metrics, read_metrics
+
+
+def board_of(output: Path) -> dict[str, list[tuple[int, float]]]:
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    board = event_accumulator.EventAccumulator(str(output / "tensorboard"))
+    board.Reload()
+    return {
+        tag: [(event.step, event.value) for event in board.Scalars(tag)]
+        for tag in board.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_has_the_figures_of_the_lines(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    metrics = Metrics(tmp_path, first_step=1, tensorboard=None)
+    for step in (1, 2, 3):
+        metrics.add("train", step, loss=4.0 / step, tokens_per_s=1000.0)
+    metrics.add("eval", 3, loss=2.5)
+    metrics.close()
+    assert board_of(tmp_path) == {
+        "train/loss": [(1, 4.0), (2, 2.0), (3, pytest.approx(4 / 3))],
+        "train/tokens_per_s": [(1, 1000.0), (2, 1000.0), (3, 1000.0)],
+        "eval/loss": [(3, 2.5)],
+    }
+
+
+def test_a_resumed_run_takes_back_what_it_repeats(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    for first_step, loss in ((1, 9.0), (3, 5.0)):
+        metrics = Metrics(tmp_path, first_step=first_step, tensorboard=True)
+        for step in range(first_step, 5):
+            metrics.add("train", step, loss=loss)
+        metrics.close()
+    expected = [(1, 9.0), (2, 9.0), (3, 5.0), (4, 5.0)]
+    assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path)] == expected
+    assert board_of(tmp_path)["train/loss"] == expected
+
+
+def test_what_json_cannot_say_is_null(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, first_step=1, tensorboard=False)
+    metrics.add("train", 1, loss=math.nan, norm=math.inf, lr=0.5)
+    metrics.close()
+    assert read_metrics(tmp_path) == [
+        {"kind": "train", "step": 1, "loss": None, "norm": None, "lr": 0.5}
+    ]
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_a_line_that_was_cut_off_is_dropped(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, first_step=1, tensorboard=False)
+    metrics.add("train", 1, loss=1.0)
+    metrics.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')
+    metrics = Metrics(tmp_path, first_step=2, tensorboard=False)
+    metrics.add("train", 2, loss=2.0)
+    metrics.close()
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # importing it fails
+    with pytest.raises(ValueError, match="pip install tensorboard"):
+        Metrics(tmp_path, first_step=1, tensorboard=True)
