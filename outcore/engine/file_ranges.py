@@ -25,6 +25,7 @@ from outcore.store.host_arena import HostArena
 from outcore.store.ledger import Ledger
 
 WINDOW_BYTES = 8 << 20
+LEAST_WINDOW_BYTES = 1 << 20
 NUM_THREADS = 6  # some read while the others hand on
 _PAGE_BYTES = mmap.PAGESIZE  # direct reads begin and end at multiples of it
 
@@ -106,15 +107,24 @@ class _Window:
         return end if end > start else None
 
 
+def window_bytes(ranges: Sequence[FileRange]) -> int:
+    """Return how much is read at once: all buffers are to take no more than two usual owners."""
+    num_owners = max(1, len({range_.owner for range_ in ranges}))
+    usual = sum(range_.end - range_.start for range_ in ranges) // num_owners
+    share = _whole_pages(2 * usual // NUM_THREADS)
+    return min(WINDOW_BYTES, max(LEAST_WINDOW_BYTES, share))
+
+
 def _windows(ranges: Sequence[FileRange]) -> list[_Window]:
     """Cut what the ranges need into windows, in the order of the files; neighbours share one."""
     windows: list[_Window] = []
+    most_bytes = window_bytes(ranges)
     for range_ in sorted(ranges, key=lambda r: (r.path, r.start)):
         start = range_.start
         while True:
             end = windows[-1].takes_up_to(range_, start) if windows else None
             if end is None:
-                windows.append(_window_at(start, range_))
+                windows.append(_window_at(start, range_, most_bytes))
                 end = windows[-1].takes_up_to(range_, start)
                 assert end is not None
             windows[-1].runs.append(_Run(range=range_, start=start, end=end))
@@ -124,11 +134,11 @@ def _windows(ranges: Sequence[FileRange]) -> list[_Window]:
     return windows
 
 
-def _window_at(start: int, range_: FileRange) -> _Window:
+def _window_at(start: int, range_: FileRange, most_bytes: int) -> _Window:
     return _Window(
         path=range_.path,
         start=start // _PAGE_BYTES * _PAGE_BYTES,
-        most_bytes=max(WINDOW_BYTES, _whole_pages(range_.granule_bytes) + _PAGE_BYTES),
+        most_bytes=max(most_bytes, _whole_pages(range_.granule_bytes) + _PAGE_BYTES),
     )
 
 

@@ -209,3 +209,18 @@ def test_somebody_who_stops_in_the_middle(files: Files) -> None:
 def test_what_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="cannot be opened"):
         list(read_ranges([Taker(tmp_path / "nothing", 0, 10).range]))
+
+
+@pytest.mark.parametrize(
+    ("owner_mib", "num_owners", "expected_mib"), [(160, 4, 8), (12, 30, 4), (1, 12, 1), (0, 1, 1)]
+)
+def test_buffers_take_no_more_than_two_owners(
+    monkeypatch: pytest.MonkeyPatch, owner_mib: int, num_owners: int, expected_mib: int
+) -> None:
+    monkeypatch.setattr(file_ranges, "WINDOW_BYTES", 8 << 20)
+    size = owner_mib << 20
+    ranges = [
+        FileRange(path=Path("a"), start=i * size, end=(i + 1) * size, put=print, owner=i)
+        for i in range(num_owners)
+    ]
+    assert file_ranges.window_bytes(ranges) == expected_mib << 20
