@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import statistics
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -109,9 +110,11 @@ class _Window:
 
 def window_bytes(ranges: Sequence[FileRange]) -> int:
     """Return how much is read at once: all buffers are to take no more than two usual owners."""
-    num_owners = max(1, len({range_.owner for range_ in ranges}))
-    usual = sum(range_.end - range_.start for range_ in ranges) // num_owners
-    share = _whole_pages(2 * usual // NUM_THREADS)
+    sizes: Counter[Hashable] = Counter()
+    for range_ in ranges:
+        sizes[range_.owner] += range_.end - range_.start
+    usual = statistics.median_low(sizes.values()) if sizes else 0
+    share = 2 * usual // NUM_THREADS // _PAGE_BYTES * _PAGE_BYTES
     return min(WINDOW_BYTES, max(LEAST_WINDOW_BYTES, share))
 
 
