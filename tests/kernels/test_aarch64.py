@@ -65,7 +65,7 @@ class Comparison:
         words = [arrays.get(f"argument {i}", a) for i, a in enumerate(arguments)]
         self._script.call(name, *words)
         yield
-        length = max(tensor.numel() for tensor in tensors.values())
+        length = tensors["argument 0"].numel()
         where = f"{self._target}, call {len(self._expected)}, {name} of {length}"
         copies = {place: tensor.clone() for place, tensor in tensors.items()}
         self._expected.append((where, arrays, copies))
