@@ -11,6 +11,7 @@ JOBS      ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo 0 || echo 2)
 PIP_FLAGS ?= --quiet
 
 KERNEL_SOURCES := $(wildcard kernels/*.c kernels/*.cpp kernels/*.h kernels/*.hpp)
+CPP_SOURCES    := $(KERNEL_SOURCES) $(wildcard tests/kernels/*.cpp)
 SETUP_INPUTS   := pyproject.toml ci-constraints.txt $(wildcard setup.py) $(KERNEL_SOURCES)
 
 .DEFAULT_GOAL := help
@@ -30,7 +31,7 @@ test: $(INSTALLED)  ## Run the tests that need no GPU and little time
 lint: $(INSTALLED)  ## Check Python with ruff and C++ with clang-format
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(if $(KERNEL_SOURCES),$(BIN)/clang-format --dry-run -Werror $(KERNEL_SOURCES))
+	@$(if $(CPP_SOURCES),$(BIN)/clang-format --dry-run -Werror $(CPP_SOURCES))
 
 typecheck: $(INSTALLED)  ## Check the package with mypy --strict
 	@$(BIN)/mypy --strict -p outcore
@@ -38,7 +39,7 @@ typecheck: $(INSTALLED)  ## Check the package with mypy --strict
 format: $(INSTALLED)  ## Rewrite Python and C++ in the project's format
 	@$(BIN)/ruff check --fix --exit-zero --quiet .
 	@$(BIN)/ruff format .
-	@$(if $(KERNEL_SOURCES),$(BIN)/clang-format -i $(KERNEL_SOURCES))
+	@$(if $(CPP_SOURCES),$(BIN)/clang-format -i $(CPP_SOURCES))
 
 clean:  ## Remove .venv, what was built, and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

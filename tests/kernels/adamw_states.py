@@ -10,6 +10,7 @@ from torch import Tensor
 from outcore.kernels import AdamWScalars, adamw_, split_master
 
 NUM_STEPS = 20
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
 @dataclass
@@ -70,6 +71,6 @@ def scalars_of(step: int, grad_scale: float = 0.37) -> AdamWScalars:
 def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor], where: str) -> None:
     assert actual.keys() == expected.keys()
     for name, tensor in actual.items():
-        integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+        integer = INTEGERS[tensor.element_size()]
         differ = (tensor.cpu().view(integer) != expected[name].cpu().view(integer)).nonzero()
         assert differ.numel() == 0, f"{where}: {len(differ)} of {name} differ, from {differ[0]}"
