@@ -86,29 +86,24 @@ def test_a_short_read_goes_on_where_it_stopped(
     assert cufile.num_reads == 3
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(errno.EIO, "cuFileRead failed"), r"w\.scratch: cannot read .*see dmesg"),
+        (OSError(0, "cuFileRead failed with status 5030"), r"status 5030\. Name another disk"),
+    ],
+    ids=["the system's", "cuFile's own"],
+)
 def test_a_refused_read_names_the_place_and_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, told: str
 ) -> None:
     def refuse(_: bytearray, offset: int) -> int:
-        raise OSError(errno.EIO, "cuFileRead failed")
+        raise error
 
     CufileOnHost(monkeypatch, refuse)
     with make(tmp_path, 4 * PAGE_BYTES) as file:
         written(file, 0, 4 * PAGE_BYTES)
-        with pytest.raises(StoreError, match=r"w\.scratch: cannot read .*see dmesg"):
-            read(file, 0, 4 * PAGE_BYTES)
-
-
-def test_cufile_s_own_refusals_keep_their_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: bytearray, offset: int) -> int:
-        raise OSError(0, "cuFileRead failed with status 5030")
-
-    CufileOnHost(monkeypatch, refuse)
-    with make(tmp_path, 4 * PAGE_BYTES) as file:
-        written(file, 0, 4 * PAGE_BYTES)
-        with pytest.raises(StoreError, match=r"status 5030\. Name another disk"):
+        with pytest.raises(StoreError, match=told):
             read(file, 0, 4 * PAGE_BYTES)
 
 

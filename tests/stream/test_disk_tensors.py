@@ -20,17 +20,22 @@ SHAPES = [
 ]
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[DiskTensors]:
-    disk = DiskTensors(
-        tmp_path,
-        "state",
+def make(folder: Path, *, to_device: bool = False) -> DiskTensors:
+    return DiskTensors(
+        folder,
+        "tensors",
         SHAPES,
         num_buffers=3,
         disk_ledger=Ledger("disk", None),
         host_ledger=Ledger("host", None),
         pin=False,
+        to_device=to_device,
     )
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[DiskTensors]:
+    disk = make(tmp_path)
     yield disk
     disk.close()
     assert list(tmp_path.iterdir()) == []
@@ -86,16 +91,7 @@ def test_past_the_host_come_the_same_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cufile = CufileOnHost(monkeypatch)
-    disk = DiskTensors(
-        tmp_path,
-        "weights",
-        SHAPES,
-        num_buffers=3,
-        disk_ledger=Ledger("disk", None),
-        host_ledger=Ledger("host", None),
-        pin=False,
-        to_device=True,
-    )
+    disk = make(tmp_path, to_device=True)
     for tensor in disk.tensors:
         target = torch.ones(tensor.shape.numel, dtype=tensor.shape.dtype)
         copy_from_disk(tensor, target, torch.device("cpu"))
@@ -118,17 +114,8 @@ def test_past_the_host_a_failed_piece_is_raised_when_all_are_over(
         return len(read)
 
     cufile = CufileOnHost(monkeypatch)
-    disk = DiskTensors(
-        tmp_path,
-        "weights",
-        SHAPES[:1],
-        num_buffers=3,
-        disk_ledger=Ledger("disk", None),
-        host_ledger=Ledger("host", None),
-        pin=False,
-        to_device=True,
-    )
-    (tensor,) = disk.tensors
+    disk = make(tmp_path, to_device=True)
+    tensor = disk.tensors[0]
     tensor.write(torch.ones(tensor.shape.numel))
     target = torch.zeros(tensor.shape.numel)
     cufile.damage = flip
