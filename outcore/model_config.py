@@ -30,6 +30,7 @@ def read_config(file: Path) -> Any:
         raise StoreError(f"{file}: is no table of settings", path=file)
     try:
         config = AutoConfig.from_pretrained(file, trust_remote_code=False)
+        config.name_or_path = str(file.parent)  # what is saved names the model, not its config
         check_layers(config)
     except Exception as error:  # whatever its classes raise about values of a wrong type or size
         raise StoreError(f"{file}: cannot be used ({first_line(error)})", path=file) from error

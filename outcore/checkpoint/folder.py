@@ -72,14 +72,15 @@ class CheckpointFolder:
         if num_saves is not None:
             needed = min(needed, num_saves * num_bytes)
         needed += beside_bytes
-        beside = f" with {format_bytes(beside_bytes)} beside them" if beside_bytes else ""
+        beside = f" with {format_bytes(beside_bytes)} of other files" if beside_bytes else ""
         free = called("examine", self.path, lambda: calls.free_bytes(self.path))
         if needed + _MARGIN_BYTES > free:
             raise StoreError(
                 f"{self.path}: a checkpoint takes {format_bytes(num_bytes)}, and up to {self.keep} "
                 f"are kept while one is written, so {format_bytes(needed)} more are "
-                f"needed{beside}; {format_bytes(free)} are free there. Free space, keep fewer "
-                "checkpoints, or name another folder.",
+                f"needed{beside}, and {format_bytes(_MARGIN_BYTES)} to spare; "
+                f"{format_bytes(free)} are free there. Free space, keep fewer checkpoints, or name "
+                "another folder.",
                 path=self.path,
             )
 

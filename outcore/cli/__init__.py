@@ -5,6 +5,8 @@ Nothing here imports torch before a command runs, so that help and mistakes answ
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +16,8 @@ import outcore
 from outcore.cli import bench, plan, probe, train, verify
 
 __all__ = ["app", "main"]
+
+_GPU_NODES = ("/dev/nvidiactl", "/dev/kfd")  # NVIDIA's and AMD's drivers
 
 app = typer.Typer(
     name="outcore",
@@ -52,4 +56,8 @@ def _outcore(
 
 def main() -> None:
     """Run the command that the arguments name."""
+    if not any(Path(node).exists() for node in _GPU_NODES):
+        # Threads that wait for work would spin on the cores that others compute with: on a busy
+        # machine several times slower. Read when torch is imported.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     app()

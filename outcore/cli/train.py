@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from outcore.cli.report import console_for, stop, write_json
-from outcore.errors import OutcoreError
+from outcore.errors import BadRow, DoesNotFit, OutcoreError
 
 if TYPE_CHECKING:
     from outcore.train.figures import TrainResult
@@ -246,8 +246,17 @@ def _train(console: Console, settings: TrainSettings) -> TrainResult:
 
     try:
         return train(settings, display_for(console, log_every=settings.log_every))
+    except DoesNotFit as error:
+        stop(_as_options(error.command_line))
+    except BadRow as error:
+        stop(f"{error}; --skip-bad-rows leaves such rows out")
     except (OutcoreError, ValueError) as error:
         stop(str(error))
+
+
+def _as_options(of_plan: str) -> str:
+    """Return what `outcore plan` would be told in the words of this command."""
+    return of_plan.replace("--tokens ", "--tokens-per-step ").replace("--state ", "--state-format ")
 
 
 def _tell(console: Console, result: TrainResult) -> None:
@@ -299,7 +308,8 @@ def _demo(console: Console, json_file: str | None, given: dict[str, Any]) -> Non
             f"A small Llama takes [bold]{format_bytes(job.training_bytes)}[/] to train; the "
             f"{escape(device)} device gets [bold]{job.settings.device_memory}[/]. It learns to add "
             f"from {10 ** (2 * demo.NUM_DIGITS) - demo.NUM_HELD_OUT:,} problems; "
-            f"{len(job.held_out):,} others are held out."
+            f"{len(job.held_out):,} others are held out. What is written goes to a temporary "
+            "folder, and is removed."
         )
         before = job.accuracy(job.settings.model)
         console.print(f"Held-out problems solved before: [bold]{before:.1%}[/]")

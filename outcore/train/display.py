@@ -7,7 +7,9 @@ steps, and is what logs and pipes get.
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +45,7 @@ class Display:
         self.console = console
         self._log_every = log_every
         self._last_line_s = 0.0
+        self._recent_s: deque[float] = deque(maxlen=10)  # of the last steps
 
     def message(self, what: str) -> None:
         # Where nobody watches, what is one line stays one: for grep, and for logs.
@@ -94,8 +97,9 @@ class Display:
         yield
 
     def step(self, figures: StepFigures) -> None:
+        self._recent_s.append(figures.step_s)
         if figures.step % self._log_every == 0 or figures.step in (1, figures.num_steps):
-            left_s = (figures.num_steps - figures.step) * figures.step_s
+            left_s = (figures.num_steps - figures.step) * statistics.median(self._recent_s)
             self.message(f"{step_line(figures)}  {_minutes(left_s)} left")
 
     def lanes(self, measurement: Measurement) -> None:

@@ -64,17 +64,33 @@ def _drop_later(path: Path, first_step: int) -> None:
     os.replace(beside, path)
 
 
-def _board(output: Path, asked: bool | None, first_step: int) -> Any:
-    if asked is False or (asked is None and find_spec("tensorboard") is None):
-        return None
+def check_tensorboard(asked: bool | None) -> None:
+    """Raise ValueError where TensorBoard is asked for and not there."""
+    if asked:
+        _writer_class()
+
+
+def _writer_class() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ValueError(
             "TensorBoard is not installed: pip install tensorboard, or leave --tensorboard out"
         ) from None
+    return SummaryWriter
+
+
+def _board(output: Path, asked: bool | None, first_step: int) -> Any:
+    if asked is False or (asked is None and find_spec("tensorboard") is None):
+        return None
+    try:
+        writer = _writer_class()
+    except ValueError:
+        if asked:
+            raise
+        return None  # there, but it does not work: nobody asked for it
     # What an interrupted run logged after its checkpoint is hidden by TensorBoard itself.
-    return SummaryWriter(str(output / _TENSORBOARD_FOLDER), purge_step=first_step or None)
+    return writer(str(output / _TENSORBOARD_FOLDER), purge_step=first_step or None)
 
 
 def _plain(value: float) -> float | None:

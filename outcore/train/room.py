@@ -12,13 +12,13 @@ from outcore.errors import StoreError
 from outcore.optim.adamw import AdamW
 from outcore.units import format_bytes
 
-_EXTRA_BYTES = 64 << 20  # configs, tokenizer, metrics, report
+_MARGIN_BYTES = 64 << 20  # configs, tokenizer, metrics, report
 
 
 def model_bytes(model: nn.Module, *, only_adapters: bool) -> int:
     """Return what the model directory takes that a run ends with."""
     saved = [p for p in model.parameters() if p.requires_grad or not only_adapters]
-    return _EXTRA_BYTES + sum(p.numel() * p.element_size() for p in saved)
+    return sum(p.numel() * p.element_size() for p in saved)
 
 
 def best_bytes(model: nn.Module, optimizer: AdamW, folder: Path, num_evaluations: int) -> int:
@@ -31,9 +31,10 @@ def best_bytes(model: nn.Module, optimizer: AdamW, folder: Path, num_evaluations
 def check_room_for_model(output: Path, num_bytes: int) -> None:
     """Refuse a disk that could not take the model at the end."""
     free = calls.free_bytes(output)
-    if num_bytes > free:
+    if num_bytes + _MARGIN_BYTES > free:
         raise StoreError(
-            f"{output}: the model takes {format_bytes(num_bytes)}, {format_bytes(free)} are free "
+            f"{output}: the model takes {format_bytes(num_bytes)}, and "
+            f"{format_bytes(_MARGIN_BYTES)} are left to spare; {format_bytes(free)} are free "
             "there. Free space, or name another --output.",
             path=output,
         )

@@ -30,7 +30,7 @@ from outcore.train.display import Display
 from outcore.train.evaluation import Evaluated, evaluate
 from outcore.train.figures import StepFigures, TrainResult
 from outcore.train.lagged_loss import LaggedLoss
-from outcore.train.metrics import Metrics
+from outcore.train.metrics import Metrics, check_tensorboard
 from outcore.train.objective import Objective, objective_for
 from outcore.train.report_page import write_report
 from outcore.train.room import best_bytes, check_room_for_model, model_bytes
@@ -40,6 +40,8 @@ from outcore.train.stopping import StopRequest
 
 CHECKPOINTS = "checkpoints"
 BEST = "best"
+_FEW_STEPS = 10
+_OF_A_MODEL = ("config.json", "adapter_config.json")
 _RECORDED_STEPS = (3, 6)  # of this process: the first ones compile and fill caches
 
 
@@ -50,14 +52,23 @@ def train(settings: TrainSettings, display: Display) -> TrainResult:
 
 
 def _trained(settings: TrainSettings, display: Display) -> TrainResult:
+    subject.check_device(settings)
+    check_tensorboard(settings.tensorboard)
     settings = subject.resolved(settings)
     config = subject.config_of(settings)
-    settings = with_seq_len(settings, subject.longest_sequence(config))
+    longest = subject.longest_sequence(config)
+    if settings.seq_len is not None and longest is not None and settings.seq_len > longest:
+        display.message(
+            f"sequences of {settings.seq_len:,} tokens, but the model was made for {longest:,}"
+        )
+    settings = with_seq_len(settings, longest)
     folder = _folder(settings)
     tokenizer = subject.load_tokenizer(settings)
     corpus = make_corpus(settings, tokenizer, display.tokenising)
     try:
         display.data(corpus)
+        if settings.max_steps is None and corpus.num_steps < _FEW_STEPS:
+            display.message("few steps: a smaller --tokens-per-step, or more --epochs, make more")
         sequences = corpus.training.options.batch_size * corpus.cache.documents_per_example
         plan = subject.plan_for(settings, sequences, config, probing=display.probing)
         display.plan(plan)
@@ -74,6 +85,8 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
 def _folder(settings: TrainSettings) -> CheckpointFolder:
     """Return the checkpoints' folder; refuse to begin anew where a run has begun."""
     output = Path(settings.output)
+    if output.exists() and Path(settings.model).exists() and output.samefile(settings.model):
+        raise ValueError(f"{output} is the model that would be trained: name another --output")
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -84,6 +97,8 @@ def _folder(settings: TrainSettings) -> CheckpointFolder:
             f"{output} has a checkpoint of step {folder.steps()[-1]}: --resume goes on from it, "
             "another --output begins anew"
         )
+    if not settings.resume and any((output / name).exists() for name in _OF_A_MODEL):
+        raise ValueError(f"{output} holds a model already: name another --output")
     return folder
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from outcore.data.chat_tokens import LossOn
 from outcore.data.row_format import RowFormat
@@ -153,7 +155,6 @@ _AT_LEAST: dict[str, float] = {
     "log_every": 1,
     "micro_batch": 1,
 }
-_LISTS = ("data", "eval_data", "lora_targets")
 
 
 def settings_of(values: Mapping[str, Any]) -> TrainSettings:
@@ -166,12 +167,43 @@ def settings_of(values: Mapping[str, Any]) -> TrainSettings:
     missing = [name for name in ("model", "data", "output") if values.get(name) is None]
     if missing:
         raise ValueError(f"missing: {', '.join(missing)}")
-    lists = {
-        name: (value,) if isinstance(value, str) else tuple(value)
-        for name in _LISTS
-        if (value := values.get(name)) is not None
-    }
-    return TrainSettings(**{**values, **lists})
+    hints = get_type_hints(TrainSettings)
+    return TrainSettings(**{name: _typed(name, v, hints[name]) for name, v in values.items()})
+
+
+def _typed(name: str, value: Any, hint: Any) -> Any:
+    """Return ``value`` as the setting's type; ValueError says what it should have been."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and type(None) in kinds:
+        return None
+    kind = next(kind for kind in kinds if kind is not type(None))
+    if get_origin(kind) is Literal:
+        if value in get_args(kind):
+            return value
+        raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {value!r}")
+    if get_origin(kind) is tuple:
+        texts = (value,) if isinstance(value, str) else value
+        if isinstance(texts, (list, tuple)) and all(isinstance(text, str) for text in texts):
+            return tuple(texts)
+    elif kind is bool or kind is str:
+        if isinstance(value, kind):
+            return value
+    elif not isinstance(value, bool):
+        number = _number(value)  # YAML takes 1e-5 for text, since it has no dot
+        if number is not None and (kind is float or number == int(number)):
+            return kind(number)
+    raise ValueError(f"{name} must be {_KINDS.get(kind, 'a list of texts')}, not {value!r}")
+
+
+_KINDS = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) else math.nan
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
@@ -184,17 +216,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold names and values, such as `lr: 1e-5`")
-    return {str(name).replace("-", "_"): _number(value) for name, value in values.items()}
-
-
-def _number(value: Any) -> Any:
-    """YAML takes 1e-5 for text, since it has no dot."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+    return {str(name).replace("-", "_"): value for name, value in values.items()}
 
 
 def to_dict(settings: TrainSettings) -> dict[str, Any]:

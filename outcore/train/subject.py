@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -20,6 +21,17 @@ from outcore.shapes import shape_config, shape_names
 from outcore.train.settings import TrainSettings
 
 
+def check_device(settings: TrainSettings) -> None:
+    """Refuse a device that is not there, before anything is done for it."""
+    if settings.device is None:
+        return
+    kind = settings.device.split(":")[0]
+    if kind not in ("cuda", "cpu"):
+        raise ValueError(f"device must be cuda or cpu, not {settings.device!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch sees no GPU here; cpu runs the same engine")
+
+
 def resolved(settings: TrainSettings) -> TrainSettings:
     """Return the settings with the directory of a model that was named by its id on the Hub."""
     if settings.model in shape_names():
@@ -34,9 +46,10 @@ def config_of(settings: TrainSettings) -> Any:
         return read_config(directory / "config.json")
     if settings.model in shape_names():
         return shape_config(settings.model)
+    close = difflib.get_close_matches(settings.model, shape_names(), n=1)
     raise ValueError(
         f"{settings.model!r} is neither a Hugging Face directory (with a config.json), nor an id "
-        "of the Hub (org/name), nor a shape"
+        "of the Hub (org/name), nor a shape" + (f": {close[0]}?" if close else "")
     )
 
 

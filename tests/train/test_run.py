@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +142,8 @@ def test_a_run_without_checkpoints_leaves_its_model(
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"keep": 0}, "the model takes 6.* MiB, 1.0 MiB are free"),
-        ({}, "more are needed with 6.* MiB beside them; 1.0 MiB are free"),
+        ({"keep": 0}, "the model takes .* and 64.0 MiB are left to spare; 1.0 MiB are free"),
+        ({}, "more are needed with .* of other files, and 64.0 MiB to spare; 1.0 MiB are free"),
     ],
 )
 def test_room_for_the_model_is_asked_for_up_front(
@@ -183,6 +184,32 @@ def test_a_second_run_does_not_begin_over_the_first(files: Files) -> None:
     train(files.settings(), quiet())
     with pytest.raises(ValueError, match="checkpoint of step 6: --resume"):
         train(files.settings(), quiet())
+
+
+def test_no_model_is_overwritten(files: Files) -> None:
+    settings = files.settings(max_steps=1, keep=0)
+    with pytest.raises(ValueError, match="is the model that would be trained"):
+        train(replace(settings, output=settings.model), quiet())
+    train(settings, quiet())
+    with pytest.raises(ValueError, match="holds a model already"):
+        train(settings, quiet())
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda"])
+def test_a_device_that_is_not_there_is_refused_first(
+    files: Files, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    settings = files.settings(device=device)
+    with pytest.raises(ValueError, match=f"device (must be|is).*{device}"):
+        train(settings, quiet())
+    assert not Path(settings.output).exists()
+
+
+def test_sequences_that_the_model_was_not_made_for_are_told(files: Files) -> None:
+    out = io.StringIO()
+    train(files.settings(max_steps=1, seq_len=512, tokens_per_step=512), Display(Console(file=out)))
+    assert "sequences of 512 tokens, but the model was made for" in out.getvalue()
 
 
 def test_other_data_is_refused_by_a_resumed_run(files: Files) -> None:
@@ -246,7 +273,8 @@ def test_adapters_in_pefts_format(files: Files, frozen_weights: str | None) -> N
     )
     train(settings, quiet())
     output = Path(settings.output)
-    assert (output / "adapter_config.json").is_file()
+    config = json.loads((output / "adapter_config.json").read_text())
+    assert Path(config["base_model_name_or_path"]) == model_directory
     base = AutoModelForCausalLM.from_pretrained(model_directory)
     model = peft.PeftModel.from_pretrained(base, output)
     moved = [p for n, p in model.named_parameters() if "lora_B" in n]

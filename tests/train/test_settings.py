@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,3 +64,48 @@ def test_the_model_bounds_the_sequence_length() -> None:
     assert with_seq_len(settings, 131_072).seq_len == 2048
     assert with_seq_len(settings, 512).seq_len == 512
     assert with_seq_len(settings_of({**LEAST, "seq_len": 4096}), 512).seq_len == 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("lora", "no", "lora must be true or false, not 'no'"),
+        ("lora", 1, "lora must be true or false, not 1"),
+        ("output", 2024, "output must be text, not 2024"),
+        ("output", ["a"], r"output must be text, not \['a'\]"),
+        ("lr", "fast", "lr must be a number, not 'fast'"),
+        ("lr", True, "lr must be a number, not True"),
+        ("lr", float("nan"), "lr must be a number, not nan"),
+        ("data", 5, "data must be a list of texts, not 5"),
+        ("data", ["a", 5], "data must be a list of texts"),
+        ("max_steps", "5.5", "max_steps must be a whole number, not '5.5'"),
+        ("max_steps", [1], r"max_steps must be a whole number, not \[1\]"),
+        ("schedule", "slow", "schedule must be one of cosine, linear, constant, not 'slow'"),
+        ("frozen_weights", "int2", "frozen_weights must be one of int8, int4, not 'int2'"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(name: str, value: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        settings_of({"model": "m", "data": "d", "output": "o", name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("lr", "1e-5", 1e-5),
+        ("lr", 1, 1.0),
+        ("max_steps", "5", 5),
+        ("max_steps", 1e3, 1000),
+        ("output", "2024", "2024"),
+        ("data", "one.jsonl", ("one.jsonl",)),
+        ("data", ["a", "b"], ("a", "b")),
+        ("lora", True, True),
+        ("seq_len", None, None),
+    ],
+)
+def test_values_become_what_a_setting_is(name: str, value: Any, expected: Any) -> None:
+    found = getattr(
+        settings_of({"model": "m", "data": "d", "output": "o", "lora": True, name: value}), name
+    )
+    assert found == expected
+    assert type(found) is type(expected)
