@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -254,9 +255,11 @@ def _config_of(source: str | Path | PretrainedConfig | Mapping[str, Any]) -> tup
     if file.is_file():
         name = file.parent.name if file.name == "config.json" else file.stem
         return read_config(file), name
+    close = difflib.get_close_matches(str(source), shape_names(), n=1)
     raise ValueError(
-        f"{str(source)!r} is neither a directory with a config.json nor a shape. "
-        f"Shapes: {', '.join(shape_names())}."
+        f"{str(source)!r} is neither a directory with a config.json nor a shape"
+        + (f": {close[0]}?" if close else ".")
+        + f" Shapes: {', '.join(shape_names())}."
     )
 
 

@@ -52,7 +52,8 @@ def find_sources(paths: Paths) -> tuple[Source, ...]:
         paths = [paths]
     sources = tuple(source for path in paths for source in _sources_at(Path(path).absolute()))
     if not sources:
-        raise ValueError(f"no files of training data at {', '.join(map(str, paths)) or 'no path'}")
+        where = ", ".join(map(str, paths)) or "no path"
+        raise ValueError(f"no files of training data at {where}: {_known_files()}")
     return sources
 
 

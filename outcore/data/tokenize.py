@@ -102,9 +102,12 @@ def _build(
         encoded = encode_in_order(work, tokenizer, options.loss_on, num_workers)
         report = _write(writer, encoded, options, total_bytes, progress)
         if not writer.num_documents or work.row_format is None:
+            where = ", ".join(str(source.path) for source in sources)
+            if not report.num_rows:
+                raise ValueError(f"{where}: there is no row in it")
             raise ValueError(
-                f"{', '.join(str(source.path) for source in sources)}: no row of {report.num_rows} "
-                f"can be used ({report.num_bad_rows} bad, {report.num_empty_rows} empty)"
+                f"{where}: no row of {report.num_rows} can be used ({report.num_bad_rows} bad, "
+                f"{report.num_empty_rows} empty)"
             )
         if fingerprint(sources) != made_from["sources"]:
             raise StoreError("the files of training data changed while they were read; start again")

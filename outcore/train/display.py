@@ -66,7 +66,11 @@ class Display:
             f"tokens ({corpus.training.fill:.0%} filled)"
         )
         if cache.report.num_bad_rows:
-            self.message(f"{cache.report.num_bad_rows:,} rows were malformed and left out")
+            path, line, why = cache.report.first_bad_rows[0]
+            self.message(
+                f"malformed and left out: {cache.report.num_bad_rows:,} rows; the first is "
+                f"{path}, line {line}: {why}"
+            )
 
     def probing(self, what: str, number: int, total: int) -> None:
         self.message(f"measuring this machine, once: {what} ({number} of {total})")

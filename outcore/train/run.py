@@ -18,6 +18,7 @@ import outcore
 from outcore.checkpoint import run_state
 from outcore.checkpoint.async_checkpoints import AsyncCheckpoints
 from outcore.checkpoint.folder import CheckpointFolder
+from outcore.data.sources import find_sources
 from outcore.determinism import deterministic_algorithms
 from outcore.engine.offload import engine_of
 from outcore.engine.run_record import RunRecord
@@ -62,6 +63,7 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
             f"sequences of {settings.seq_len:,} tokens, but the model was made for {longest:,}"
         )
     settings = with_seq_len(settings, longest)
+    find_sources([*settings.data, *settings.eval_data])  # or a mistyped name leaves a folder behind
     folder = _folder(settings)
     tokenizer = subject.load_tokenizer(settings)
     corpus = make_corpus(settings, tokenizer, display.tokenising)

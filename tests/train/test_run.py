@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -184,6 +185,24 @@ def test_a_second_run_does_not_begin_over_the_first(files: Files) -> None:
     train(files.settings(), quiet())
     with pytest.raises(ValueError, match="checkpoint of step 6: --resume"):
         train(files.settings(), quiet())
+
+
+def test_data_that_is_not_there_leaves_nothing_behind(files: Files) -> None:
+    settings = replace(files.settings(), data=("nowhere.jsonl",))
+    with pytest.raises(ValueError, match="nowhere.jsonl does not exist"):
+        train(settings, quiet())
+    assert not Path(settings.output).exists()
+
+
+def test_a_row_that_was_left_out_is_named(files: Files, tmp_path: Path) -> None:
+    rows = Path(files.settings().data[0]).read_text().splitlines()
+    rows.insert(6, '{"messages": ')
+    data = tmp_path / "bad.jsonl"
+    data.write_text("\n".join(rows))
+    out = io.StringIO()
+    settings = replace(files.settings(max_steps=1, skip_bad_rows=True), data=(str(data),))
+    train(settings, Display(Console(file=out, width=400)))
+    assert re.search(r"left out: 1 rows; the first is \S*bad.jsonl, line 7: ", out.getvalue())
 
 
 def test_no_model_is_overwritten(files: Files) -> None:
