@@ -63,9 +63,9 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
             f"sequences of {settings.seq_len:,} tokens, but the model was made for {longest:,}"
         )
     settings = with_seq_len(settings, longest)
+    tokenizer = subject.load_tokenizer(settings)
     find_sources([*settings.data, *settings.eval_data])  # or a mistyped name leaves a folder behind
     folder = _folder(settings)
-    tokenizer = subject.load_tokenizer(settings)
     corpus = make_corpus(settings, tokenizer, display.tokenising)
     try:
         display.data(corpus)
