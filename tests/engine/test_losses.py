@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from training import LLAMA, assert_same_gradients, with_optimizer
 
+from outcore.engine.chunked_loss import LossJob, chunked_loss_sum
+
 
 def test_custom_loss_on_logits() -> None:
     batch = batch_of()
@@ -63,6 +65,31 @@ def test_number_of_items_in_the_batch() -> None:
 def test_loss_times_a_factor() -> None:
     batch = batch_of()
     assert_same_gradients(lambda model: model(**batch).loss * 3.5 + 1)
+
+
+def test_a_factor_that_bf16_cannot_hold() -> None:
+    """1 / 240 is 0.3% more in bf16: no gradient may be scaled by that."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(240, 64, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(VOCAB, 64, generator=generator).bfloat16().requires_grad_()
+    job = LossJob(
+        hidden=hidden,
+        weight=weight,
+        bias=None,
+        steps=((Tensor.to, (torch.float32,), {}),),
+        target=torch.randint(0, VOCAB, (240,), generator=generator),
+        ignore_index=-100,
+        smoothing=0.0,
+        is_compiled=False,
+        wants_gradient=True,
+    )
+    # Without oneDNN: its AMX kernels are illegal instructions in some sandboxes.
+    with torch.backends.mkldnn.flags(enabled=False):
+        whole = torch.autograd.grad(chunked_loss_sum(job), (hidden, weight))
+        mean = torch.autograd.grad(chunked_loss_sum(job) / 240, (hidden, weight))
+    for total, found in zip(whole, mean, strict=True):
+        ratio = float(found.double().norm() / total.double().norm()) * 240
+        assert ratio == pytest.approx(1, abs=5e-4)
 
 
 def test_loss_and_a_penalty_on_its_logits() -> None:
