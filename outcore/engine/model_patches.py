@@ -199,7 +199,7 @@ def _patch_methods(model: nn.Module, engine: Engine) -> None:
         model.register_forward_pre_hook(before, with_kwargs=True),
         model.register_state_dict_pre_hook(lambda *_: engine.synchronize()),
         model.register_load_state_dict_pre_hook(functools.partial(_before_load, engine)),
-        model.register_load_state_dict_post_hook(lambda *_: engine.weights_replaced()),
+        model.register_load_state_dict_post_hook(lambda *_: engine.weights_replaced(by_torch=True)),
     ]
     hooks += [m.register_forward_pre_hook(_without_cache, with_kwargs=True) for m in caching]
     engine.undo_patches += [hook.remove for hook in hooks]
