@@ -25,6 +25,7 @@ from outcore.optim.adamw import AdamW
 from outcore.optim.state import UnitState
 from outcore.planning.plan import CHECKPOINT_STAGING
 from outcore.store.host_arena import HostArena, aligned_bytes
+from outcore.stream.disk_lanes import wait_over
 from outcore.stream.lanes import Fence, Lane
 from outcore.stream.unit import Unit
 
@@ -76,6 +77,9 @@ class Snapshots:
         return files
 
     def close(self) -> None:
+        # A checkpoint that failed may have copies left, and updates wait for these: dropped, they
+        # would fail with them.
+        wait_over([lane.submit(_nothing) for lane in (self._from_host, self._from_device)])
         self._from_host.close()
         self._from_device.close()
 
@@ -117,3 +121,7 @@ def _copying(target: Tensor, source: Tensor) -> Callable[[], None]:
         target.copy_(source, non_blocking=True)
 
     return copy
+
+
+def _nothing() -> None:
+    pass

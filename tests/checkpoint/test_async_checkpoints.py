@@ -145,6 +145,30 @@ def test_training_goes_on_while_one_is_written(
     assert run.losses == undisturbed[0][:4]
 
 
+def test_training_goes_on_when_a_failed_one_is_closed(
+    tmp_path: Path, undisturbed: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies of a checkpoint that could not be written do not take updates with them."""
+    run = Run(tmp_path, **HOST)
+    checkpoints = AsyncCheckpoints(
+        CheckpointFolder(tmp_path / "checkpoints"), run.model, run.optimizer
+    )
+    copying = snapshot._copying
+
+    def slowly_copying(target: Tensor, source: Tensor) -> Callable[[], None]:
+        return lambda: (time.sleep(0.02), copying(target, source)())[1]
+
+    monkeypatch.setattr(snapshot, "_copying", slowly_copying)
+    run.step()
+    monkeypatch.setattr(calls, "free_bytes", lambda path: 0)
+    checkpoints.begin({})
+    with pytest.raises(StoreError, match="are free"):
+        checkpoints.close()
+    run.train(STEPS - 1)
+    assert_same(run.tensors(), undisturbed[1][-1])
+    assert run.losses == undisturbed[0]
+
+
 def test_its_memory_is_in_the_books_and_goes_back(tmp_path: Path) -> None:
     run = Run(tmp_path, **HOST)
     ledger = outcore.engine_of(run.model).host_ledger
