@@ -168,7 +168,8 @@ def test_mixed_losses_of_logits_read_without_gradients() -> None:
 def test_logits_are_usable_like_a_tensor() -> None:
     batch = batch_of()
     expected = LLAMA.make()(**batch).logits.detach()
-    logits = offloaded(LLAMA.make())(**batch).logits
+    model = offloaded(LLAMA.make())
+    logits, hidden_size = model(**batch).logits, model.config.hidden_size
     assert isinstance(logits, Tensor)
     assert logits.shape == expected.shape
     assert logits.size(-1) == VOCAB
@@ -190,9 +191,14 @@ def test_logits_are_usable_like_a_tensor() -> None:
         lambda x: x[:, -1:, :].contiguous(),
         lambda x: x.reshape(-1),
         lambda x: x.view(-1, VOCAB)[3],
+        lambda x: x[:, :, :hidden_size, ...],
+        lambda x: x[:, 2:, :, ...],
+        lambda x: x[..., 2:, 3:5],
+        lambda x: x.view(torch.float32),
         lambda x: x.gather(-1, batch["input_ids"].unsqueeze(-1)),
     ):
-        ours, theirs = function(logits), function(expected)
+        # Made anew each time: what was read once is an ordinary tensor from then on.
+        ours, theirs = function(model(**batch).logits), function(expected)
         torch.testing.assert_close(
             torch.as_tensor(ours).detach(), torch.as_tensor(theirs), rtol=1e-5, atol=1e-5
         )
