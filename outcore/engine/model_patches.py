@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from outcore.blocks import end_module
+from outcore.engine.adapter_merging import merging_methods
 from outcore.engine.block_function import BlockCall, BlockFunction, run_without_graph
 from outcore.engine.deferred_logits import deferred_logits
 from outcore.engine.offloaded import Engine
@@ -69,6 +70,8 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
         _replace(engine, head, "forward", forward)
     _check_tokens(model, engine, head)
     _patch_methods(model, engine)
+    for layer, name, method in merging_methods(model, engine):
+        _replace(engine, layer, name, method)
     engine.undo_patches += hook_packed_parameters(engine.units, engine.device)
 
 
