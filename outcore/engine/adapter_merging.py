@@ -40,6 +40,11 @@ def _write_base(
             "safe_merge=True would give the weights of an offloaded model other memory: leave it "
             "out, or call outcore.release(model) first"
         )
+    if any(parameter.is_meta for parameter in layer.parameters()):
+        raise OutcoreError(
+            "adapters cannot be merged into weights that are kept in 8 or 4 bit: call "
+            "outcore.release(model) first"
+        )
     own = {id(parameter) for parameter in layer.parameters()}
     units = [u for u in engine.units if own & {id(p) for p in u.parameters.values()}]
     if not units:  # a block runs, on the weights of its slot

@@ -241,3 +241,19 @@ def test_merged_adapters_count(homes: tuple[str, str], num_slots: int, tmp_path:
     optimizer.step()
     outcore.release(model)
     assert "merge" not in vars(model.base_model.model.model.layers[0].self_attn.q_proj)
+
+
+def test_a_packed_base_takes_no_adapters_in() -> None:
+    """Its parameters have no memory: merged, the adapters would be nowhere."""
+    ids = torch.arange(8)[None]
+    model = outcore.offload(lora.plain_model().eval(), device="cpu", frozen_weights="int8")
+    with torch.no_grad():
+        before = model(input_ids=ids).logits + 0
+        for merge in (model.merge_adapter, model.merge_and_unload):
+            with pytest.raises(outcore.OutcoreError, match="release"):
+                merge()
+        assert torch.equal(model(input_ids=ids).logits + 0, before)
+    outcore.release(model)
+    model.merge_adapter()
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits, before)
