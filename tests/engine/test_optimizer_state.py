@@ -131,6 +131,14 @@ def test_loading_the_state_of_torch_adamw(options: dict[str, Any]) -> None:
         assert relative_difference(parameter, reference) <= 1e-5, name
 
 
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_the_state_of_another_algorithm_is_refused(option: str) -> None:
+    theirs = torch.optim.AdamW(LLAMA.make().parameters(), lr=LR, **{option: True})
+    _, ours = with_optimizer(offloaded(LLAMA.make()))
+    with pytest.raises(ValueError, match=f"{option}=True"):
+        ours.load_state_dict(theirs.state_dict())
+
+
 def test_torch_adamw_loads_our_state() -> None:
     model = offloaded(LLAMA.make())
     ours = outcore.AdamW(groups_of(model), lr=LR, betas=BETAS)
