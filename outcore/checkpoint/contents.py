@@ -94,11 +94,18 @@ def plain_values(
 
 
 def frozen_fingerprint(model: nn.Module) -> str:
-    """Return a digest of names, types, shapes and first elements of what is not trained."""
+    return fingerprint(model, with_trained=False)
+
+
+def fingerprint(model: nn.Module, *, with_trained: bool) -> str:
+    """Return a digest of names, types, shapes and first elements of frozen parameters.
+
+    with_trained: of all others too, which nothing may be updating.
+    """
     digest = hashlib.sha256()
     for unit in engine_of(model).units:
         for field in unit.layout.fields:
-            if field.trainable:
+            if field.trainable and not with_trained:
                 continue
             values = unit.parameters[field.name].detach()
             name = unit.full_name(field.name)

@@ -25,6 +25,7 @@ from outcore.optim.adamw import AdamW
 from outcore.optim.state import UnitState
 from outcore.planning.plan import CHECKPOINT_STAGING
 from outcore.store.host_arena import HostArena, aligned_bytes
+from outcore.stream.disk_lanes import wait_over
 from outcore.stream.lanes import Fence, Lane
 from outcore.stream.unit import Unit
 
@@ -49,15 +50,20 @@ class Snapshots:
         self._backend = engine.backend
         self._units = trained_units(model)
         states = [self._backend.states[unit.index] for unit in self._units]
-        buffers = [buffer for _, buffer in persistent_buffers(model)]
+        # By name, and looked up once: a state_dict tells which are persistent, and waits for all
+        # updates.
+        buffers = dict(persistent_buffers(model))
         arena = HostArena(
-            sum(_staging_bytes(state.tensors()) for state in states) + _staging_bytes(buffers),
+            sum(_staging_bytes(state.tensors()) for state in states)
+            + _staging_bytes(list(buffers.values())),
             purpose=CHECKPOINT_STAGING,
             ledger=engine.host_ledger,
             pin=engine.device.type == "cuda",
         )
         self._copies = [_like(state, arena) for state in states]
-        self._buffers = [arena.span(b.numel(), b.dtype).view(b.shape) for b in buffers]
+        self._buffers = {
+            name: arena.span(b.numel(), b.dtype).view(b.shape) for name, b in buffers.items()
+        }
         self._device = engine.device
         # Copies of host memory wait in a thread, copies of the device's on a stream: a lane with a
         # stream would start a host copy before the work ahead of it is done.
@@ -76,6 +82,9 @@ class Snapshots:
         return files
 
     def close(self) -> None:
+        # A checkpoint that failed may have copies left, and updates wait for these: dropped, they
+        # would fail with them.
+        wait_over([lane.submit(_nothing) for lane in (self._from_host, self._from_device)])
         self._from_host.close()
         self._from_device.close()
 
@@ -95,11 +104,11 @@ class Snapshots:
 
     def _copy_buffers(self) -> StagedFile:
         """Copy buffers in the order of the compute stream: the next forward may change them."""
-        buffers = persistent_buffers(self._model)
+        buffers = dict(self._model.named_buffers())
         with torch.no_grad():
-            for target, (_, source) in zip(self._buffers, buffers, strict=True):
-                target.copy_(source, non_blocking=True)
-        named = [(name, copy) for (name, _), copy in zip(buffers, self._buffers, strict=True)]
+            for name, copy in self._buffers.items():
+                copy.copy_(buffers[name], non_blocking=True)
+        named = list(self._buffers.items())
         return StagedFile(name=BUFFERS, tensors=named, after=[Fence.after_compute(self._device)])
 
 
@@ -117,3 +126,7 @@ def _copying(target: Tensor, source: Tensor) -> Callable[[], None]:
         target.copy_(source, non_blocking=True)
 
     return copy
+
+
+def _nothing() -> None:
+    pass

@@ -68,9 +68,24 @@ class CheckpointFiles:
         return self._shape_and_type(name)[1] != "BF16"
 
     def load_buffers(self, model: nn.Module) -> None:
-        for name, buffer in model.named_buffers():
-            if name in self._file_of:
-                buffer.copy_(self.tensor(name))
+        """Read the buffers that are part of a checkpoint.
+
+        Others (rotary frequencies) follow from the config, and old files hold them, rounded.
+        """
+        for prefix, module in model.named_modules():
+            for leaf, buffer in module._buffers.items():
+                name = f"{prefix}.{leaf}" if prefix else leaf
+                is_stored = leaf not in module._non_persistent_buffers_set
+                if buffer is None or not is_stored or name not in self._file_of:
+                    continue
+                values = self.tensor(name)
+                if values.shape != buffer.shape:
+                    raise StoreError(
+                        f"{self._file_of[name]}: {name} has shape {list(values.shape)}, the "
+                        f"model's has {list(buffer.shape)}",
+                        path=self._file_of[name],
+                    )
+                buffer.copy_(values)
 
     def read(self, wanted: Sequence[Wanted], *, pin: bool) -> Iterator[Hashable]:
         """Read tensors, in the order of the files; yield each owner when it has all of its own.

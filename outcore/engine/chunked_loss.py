@@ -136,22 +136,28 @@ class _ChunkedLoss(torch.autograd.Function):
             gradients.add(cut, part, logits_grad)
             del logits_grad
         ctx.save_for_backward(gradients.hidden, gradients.weight_sum, gradients.bias_sum)
-        ctx.dtypes = weight.dtype, bias.dtype
+        ctx.dtypes = hidden.dtype, weight.dtype, bias.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_grad, *sums = ctx.saved_tensors
         return (
             None,
-            None if hidden_grad is None else hidden_grad * grad.to(hidden_grad.dtype),
             *(
-                None
-                if total is None
-                else torch.mul(total, grad, out=total.new_empty(0, dtype=dtype))
-                for total, dtype in zip(sums, ctx.dtypes, strict=True)
+                None if total is None else _scaled(total, grad, dtype)
+                for total, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
             ),
         )
+
+
+def _scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the product in ``dtype``, for which ``factor`` (fp32) is not rounded.
+
+    In bf16 1 / 240 is 0.3% too large, and so would be every gradient below the head.
+    """
+    # Without axes it would be cast to the type of ``total``.
+    axes = (1,) * total.dim()
+    return torch.mul(total, factor.view(axes), out=total.new_empty(0, dtype=dtype))
 
 
 class _TokenLosses(torch.autograd.Function):

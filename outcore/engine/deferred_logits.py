@@ -194,7 +194,7 @@ def _cast(recipe: _Recipe, dtype: torch.dtype) -> _Recipe:
 
 
 def _reshape(logits: DeferredLogits, args: tuple[Any, ...]) -> DeferredLogits | None:
-    shape = tuple(args[0]) if len(args) == 1 and not isinstance(args[0], int) else args
+    shape = tuple(args[0]) if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
     vocabulary = logits.shape[-1]
     if not shape or shape[-1] not in (vocabulary, -1) or not all(type(n) is int for n in shape):
         return None
@@ -215,6 +215,8 @@ def _index(logits: DeferredLogits, index: Any) -> DeferredLogits | None:
         return None
     if Ellipsis not in index and len(index) < logits.dim():
         index = (*index, Ellipsis)
+    if index[-1] is Ellipsis and len(index) > logits.dim():
+        index = index[:-1]  # it stands for no axis: the one before it is the vocabulary's
     if index[-1] is not Ellipsis and index[-1] != slice(None):
         return None
     hidden = logits._recipe.hidden[index]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from outcore.blocks import end_module
+from outcore.engine.adapter_merging import merging_methods
 from outcore.engine.block_function import BlockCall, BlockFunction, run_without_graph
 from outcore.engine.deferred_logits import deferred_logits
 from outcore.engine.offloaded import Engine
@@ -69,6 +70,8 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
         _replace(engine, head, "forward", forward)
     _check_tokens(model, engine, head)
     _patch_methods(model, engine)
+    for layer, name, method in merging_methods(model, engine):
+        _replace(engine, layer, name, method)
     engine.undo_patches += hook_packed_parameters(engine.units, engine.device)
 
 
@@ -199,7 +202,7 @@ def _patch_methods(model: nn.Module, engine: Engine) -> None:
         model.register_forward_pre_hook(before, with_kwargs=True),
         model.register_state_dict_pre_hook(lambda *_: engine.synchronize()),
         model.register_load_state_dict_pre_hook(functools.partial(_before_load, engine)),
-        model.register_load_state_dict_post_hook(lambda *_: engine.weights_replaced()),
+        model.register_load_state_dict_post_hook(lambda *_: engine.weights_replaced(by_torch=True)),
     ]
     hooks += [m.register_forward_pre_hook(_without_cache, with_kwargs=True) for m in caching]
     engine.undo_patches += [hook.remove for hook in hooks]

@@ -150,25 +150,35 @@ class Engine:
         if changed:
             check_not_written(changed, self._packed_written)
             self.synchronize()
-            self.weights_replaced(changed)
+            self.weights_replaced(changed, by_torch=True)
         self._written = versions
 
-    def weights_replaced(self, units: Sequence[Unit] | None = None) -> None:
-        """Say that parameters were written from outside, after ``synchronize``."""
+    def weights_replaced(
+        self, units: Sequence[Unit] | None = None, *, by_torch: bool = False
+    ) -> None:
+        """Say that parameters were written from outside, after ``synchronize``.
+
+        by_torch: whether torch has counted the writes, so that it is known which are not written.
+        """
         units = self.units if units is None else units
+        versions = self._versions()
         for unit in units:
             unit.update_queued([])
-            if unit.remainder is not None:
-                unit.remainder.zero_()  # the master is now what was written
+            for field in unit.layout.trainable if unit.remainder is not None else ():
+                seen = self._written.get(unit.index, {}).get(field.name)
+                if by_torch and seen == versions[unit.index][field.name]:
+                    continue  # it keeps its master
+                assert unit.remainder is not None
+                unit.remainder[field.offset : field.end].zero_()  # the master is what was written
             state = self.backend.states.get(unit.index)
             if state is not None and unit.device_weight is not None:
                 state.weight.copy_(unit.device_weight[: state.weight.numel()])
         self.backend.state_replaced(units)
-        self._written = self._versions()
+        self._written = versions
         self._packed_written = packed_versions(self.units)
 
-    def _versions(self) -> dict[int, int]:
-        return {u.index: sum(p._version for p in u.parameters.values()) for u in self.units}
+    def _versions(self) -> dict[int, dict[str, int]]:
+        return {u.index: {n: p._version for n, p in u.parameters.items()} for u in self.units}
 
     def close(self) -> None:
         """End every background thread. Parameters stay readable where they are."""

@@ -6,6 +6,7 @@ optimizer state, scheduler, random generators. Safetensors and JSON under checks
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import warnings
@@ -29,7 +30,8 @@ _PICKLED_STATE = ("optimizer.pt", "optimizer.bin")
 def save_state(checkpoint: str, model: nn.Module, optimizer: AdamW, scheduler: Any) -> None:
     """Write what the run needs to go on; frozen weights are the model's own and stay out."""
     values = {"scheduler": to_plain(scheduler.state_dict(), "the scheduler's state")}
-    run_state.save(_folder(checkpoint), model, optimizer, values)
+    with contextlib.closing(_folder(checkpoint)) as folder:  # or each save holds a file open
+        run_state.save(folder, model, optimizer, values)
 
 
 def load_state(

@@ -259,12 +259,14 @@ class OptimizerBackend:
         """Hand updates over; units whose weights they change are marked before anyone starts."""
         if self._waiting is not None:
             self._settle_once()
-        for update in updates:
-            unit = update.chunk.unit
-            unit.update_queued([*(f for f in unit.pending if not f.is_done), update.weight_ready])
-            self._readers.hold_up(update)
         left = list(updates)
         try:
+            for update in updates:
+                unit = update.chunk.unit
+                unit.update_queued(
+                    [*(f for f in unit.pending if not f.is_done), update.weight_ready]
+                )
+                self._readers.hold_up(update)
             self._hand_over(left)
         except BaseException as error:  # nobody has the rest: whoever waits for it must not hang
             for update in left:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
+OTHER_ALGORITHMS = ("amsgrad", "maximize")  # that torch's AdamW has under the same name
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,6 +72,12 @@ def _groups(
         for key in ("params", *HYPERPARAMETERS):
             if key not in group:
                 raise ValueError(f"param_groups[{index}] of the optimizer state has no {key!r}")
+        for key in OTHER_ALGORITHMS:
+            if group.get(key):
+                raise ValueError(
+                    f"param_groups[{index}] of the optimizer state has {key}={group[key]!r}, which "
+                    "outcore.AdamW does not do"
+                )
         if not isinstance(group["params"], (list, tuple)):
             raise ValueError(f"param_groups[{index}]['params'] must be a list of numbers")
     sizes = [len(group["params"]) for group in theirs], [len(group["params"]) for group in ours]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -53,11 +53,15 @@ class DiskLanes:
         The fence fails if the read does, or if the last store of the record did.
         """
         with self._lock:
-            buffer, free_after = self._staging.lend(self._num_bytes(record))
-            after = [fence for fence in (free_after, self._stored.get(record)) if fence is not None]
-            fence = self._fetched[record] = self._arrivals[buffer.data_ptr()] = Fence()
-            self.reads.submit(lambda: self._file.read(record, buffer), after=after, fence=fence)
-        return buffer, fence
+            after = [self._stored[record]] if record in self._stored else []
+            filled = self._fill(record, lambda buffer: self._file.read(record, buffer), after)
+            self._fetched[record] = filled[1]
+        return filled
+
+    def zeros(self, record: int) -> tuple[Tensor, Fence]:
+        """Return a buffer for a record that was never stored, as ``fetch`` does, with zeros."""
+        with self._lock:
+            return self._fill(record, _zero, [])
 
     def fetch_to_device(self, record: int, target: Tensor) -> tuple[Fence, list[Arrived]]:
         """Start to read ``record`` into device memory that nothing uses.
@@ -121,6 +125,16 @@ class DiskLanes:
         self.writes.close()
         self.reads.close()
 
+    def _fill(
+        self, record: int, fill: Callable[[Tensor], None], after: Sequence[Fence]
+    ) -> tuple[Tensor, Fence]:
+        """Lend a buffer and fill it on the lane of reads; whoever gets it next waits for that."""
+        buffer, free_after = self._staging.lend(self._num_bytes(record))
+        before = after if free_after is None else [free_after, *after]
+        fence = self._arrivals[buffer.data_ptr()] = Fence()
+        self.reads.submit(lambda: fill(buffer), after=before, fence=fence)
+        return buffer, fence
+
     def _users(self, buffer: Tensor, after: Sequence[Fence]) -> list[Fence]:
         """Return the fences of all who may touch the buffer: its read, and the caller's work."""
         self._staging.check_lent(buffer)
@@ -143,3 +157,7 @@ def wait_over(fences: Sequence[Fence]) -> None:
     for fence in fences:
         with contextlib.suppress(LaneError):
             fence.block()
+
+
+def _zero(buffer: Tensor) -> None:
+    buffer.zero_()

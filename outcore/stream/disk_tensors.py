@@ -172,10 +172,9 @@ class DiskTensors:
             first += shape.num_pieces
 
     def fetch(self, record: int) -> tuple[Tensor, Fence]:
-        if record in self._never_written:  # the file system gives zeros for what it allocated
-            buffer, free = self.blank(record)
-            return buffer, self._lanes.reads.submit(lambda: _zero(buffer), after=[free])
-        buffer, fence = self._lanes.fetch(record)
+        # The file system gives zeros for what it allocated.
+        is_new = record in self._never_written
+        buffer, fence = self._lanes.zeros(record) if is_new else self._lanes.fetch(record)
         self._staged[buffer.data_ptr()] = buffer
         return buffer, fence
 
@@ -251,7 +250,3 @@ def _copy_through_host(source: DiskTensor, target: Tensor, device: torch.device)
     finally:
         for _, values, _ in ahead:
             source.release(values, [])
-
-
-def _zero(buffer: Tensor) -> None:
-    buffer.zero_()

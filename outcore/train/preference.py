@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from outcore.checkpoint.contents import fingerprint
 from outcore.data.batches import Batch, Batches
 from outcore.engine.offload import engine_of
 
@@ -83,6 +84,8 @@ def precomputed(
     """Return the reference of all batches, from its file where that is whole."""
     identity = {name: str(value) for name, value in batches.state_dict().items()}
     identity.pop("next_batch")
+    # A run that left no checkpoint may have left its reference, and have been of another model.
+    identity["model"] = fingerprint(model, with_trained=True)
     rows = _read(path, identity, num_batches)
     if rows is None:
         device = engine_of(model).device

@@ -82,6 +82,7 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
             engine_of(model).close()
     finally:
         corpus.close()
+        folder.close()
 
 
 def _folder(settings: TrainSettings) -> CheckpointFolder:
@@ -262,8 +263,8 @@ class _Run:
             return found
         if self.settings.eval_every and (self.best is None or found.loss < self.best):
             self.best = found.loss
-            best = CheckpointFolder(self.folder.path / BEST, keep=1)
-            run_state.save(best, self.model, self.optimizer, self._values())
+            with contextlib.closing(CheckpointFolder(self.folder.path / BEST, keep=1)) as best:
+                run_state.save(best, self.model, self.optimizer, self._values())
         return found
 
     def _best_bytes(self, num_steps: int) -> int:

@@ -145,6 +145,30 @@ def test_training_goes_on_while_one_is_written(
     assert run.losses == undisturbed[0][:4]
 
 
+def test_training_goes_on_when_a_failed_one_is_closed(
+    tmp_path: Path, undisturbed: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies of a checkpoint that could not be written do not take updates with them."""
+    run = Run(tmp_path, **HOST)
+    checkpoints = AsyncCheckpoints(
+        CheckpointFolder(tmp_path / "checkpoints"), run.model, run.optimizer
+    )
+    copying = snapshot._copying
+
+    def slowly_copying(target: Tensor, source: Tensor) -> Callable[[], None]:
+        return lambda: (time.sleep(0.02), copying(target, source)())[1]
+
+    monkeypatch.setattr(snapshot, "_copying", slowly_copying)
+    run.step()
+    monkeypatch.setattr(calls, "free_bytes", lambda path: 0)
+    checkpoints.begin({})
+    with pytest.raises(StoreError, match="are free"):
+        checkpoints.close()
+    run.train(STEPS - 1)
+    assert_same(run.tensors(), undisturbed[1][-1])
+    assert run.losses == undisturbed[0]
+
+
 def test_its_memory_is_in_the_books_and_goes_back(tmp_path: Path) -> None:
     run = Run(tmp_path, **HOST)
     ledger = outcore.engine_of(run.model).host_ledger
@@ -219,12 +243,35 @@ class Counting(nn.Module):
         return x + self.linear(x)
 
 
-def test_buffers_are_those_of_the_moment(tmp_path: Path) -> None:
+def counting_model() -> tuple[Any, outcore.AdamW]:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(8, 8), nn.ModuleList([Counting(), Counting()]))
     model.forward = lambda x: model[1][1](model[1][0](model[0](x)))
     model = outcore.offload(model, device="cpu", activations="keep")
-    optimizer = outcore.AdamW(model, lr=1e-3)
+    return model, outcore.AdamW(model, lr=1e-3)
+
+
+def test_with_buffers_begin_returns_at_once_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = counting_model()
+    copying, goes_on = snapshot._copying, threading.Event()
+
+    def held_up(target: Tensor, source: Tensor) -> Callable[[], None]:
+        return lambda: (goes_on.wait(10), copying(target, source)())[1]
+
+    monkeypatch.setattr(snapshot, "_copying", held_up)
+    with AsyncCheckpoints(CheckpointFolder(tmp_path), model, optimizer) as it:
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+        threading.Timer(2, goes_on.set).start()
+        it.begin({})
+        assert not goes_on.is_set()
+        goes_on.set()
+
+
+def test_buffers_are_those_of_the_moment(tmp_path: Path) -> None:
+    model, optimizer = counting_model()
     folder = CheckpointFolder(tmp_path, keep=9)
 
     def step() -> None:

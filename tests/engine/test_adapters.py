@@ -200,3 +200,60 @@ def test_the_whole_base_never_exists_beside_its_packed_form() -> None:
     adapters = 15_000_000  # their own values before they move in, and their modules
     assert grown < books + 2 * block + adapters, ran.stdout
     assert grown < whole
+
+
+@pytest.mark.parametrize("homes", [("host", "host"), ("device", "host"), ("disk", "disk")])
+@pytest.mark.parametrize("num_slots", [1, 4])
+def test_merged_adapters_count(homes: tuple[str, str], num_slots: int, tmp_path: Path) -> None:
+    """PEFT writes the base without telling; copies in slots and on disk follow."""
+    import peft
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        base = hf.LlamaForCausalLM(lora.config())
+        return lora.moved_adapters(peft.get_peft_model(base, lora.lora())).eval()
+
+    ids = torch.randint(0, lora.VOCAB, (2, 8), generator=torch.Generator().manual_seed(1))
+    plain = make()
+    weights, state = homes
+    model = outcore.offload(
+        make(), device="cpu", weights=weights, state=state, num_slots=num_slots, disk=tmp_path
+    )
+    optimizer = outcore.AdamW(model)
+
+    def logits() -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            return model(input_ids=ids).logits + 0, plain(input_ids=ids).logits
+
+    torch.testing.assert_close(*logits())
+    for name in ("merge_adapter", "unmerge_adapter", "merge_adapter"):
+        for each in (model, plain):
+            getattr(each, name)()
+        torch.testing.assert_close(*logits())
+    with pytest.raises(outcore.OutcoreError, match="unmerge_adapter"), model.disable_adapter():
+        model(input_ids=ids)
+    with pytest.raises(outcore.OutcoreError, match="safe_merge"):
+        model.merge_adapter(safe_merge=True)
+    model.unmerge_adapter()
+    plain.unmerge_adapter()
+    torch.testing.assert_close(*logits())
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    outcore.release(model)
+    assert "merge" not in vars(model.base_model.model.model.layers[0].self_attn.q_proj)
+
+
+def test_a_packed_base_takes_no_adapters_in() -> None:
+    """Its parameters have no memory: merged, the adapters would be nowhere."""
+    ids = torch.arange(8)[None]
+    model = outcore.offload(lora.plain_model().eval(), device="cpu", frozen_weights="int8")
+    with torch.no_grad():
+        before = model(input_ids=ids).logits + 0
+        for merge in (model.merge_adapter, model.merge_and_unload):
+            with pytest.raises(outcore.OutcoreError, match="release"):
+                merge()
+        assert torch.equal(model(input_ids=ids).logits + 0, before)
+    outcore.release(model)
+    model.merge_adapter()
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=ids).logits, before)

@@ -17,6 +17,7 @@ from families import BY_NAME, LR, batch_of, offloaded
 from training import outcore_threads
 
 import outcore
+from outcore.errors import LaneError
 from outcore.store.host_arena import HostArena
 from outcore.store.ledger import Ledger
 
@@ -105,6 +106,28 @@ def test_ctrl_c_in_the_middle_of_a_step(options: str, adamw: str) -> None:
         assert process.returncode in (1, 130, -signal.SIGINT), (process.returncode, errors)
     finally:
         process.kill()
+
+
+def test_an_interrupt_while_updates_are_queued_leaves_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some units are marked by then: whoever waits for their updates is told."""
+    model = offloaded(LLAMA.make())
+    optimizer = outcore.AdamW(model, lr=LR)
+    model(**batch_of()).loss.backward()
+    readers, held_up = outcore.engine_of(model).backend._readers, []
+
+    def interrupted(update: Any) -> None:
+        held_up.append(update)
+        if len(held_up) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(readers, "hold_up", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert all(f.is_issued for unit in outcore.engine_of(model).units for f in unit.pending)
+    with pytest.raises(LaneError, match="background work failed"):
+        model(**batch_of())
 
 
 def test_close_ends_every_thread_and_parameters_stay_readable() -> None:

@@ -182,3 +182,26 @@ def test_values_at_an_offset_that_their_type_cannot_have(tmp_path: Path) -> None
     wanted = Wanted(name="a", put=put, run_numel=1, owner="a")
     assert list(CheckpointFiles(tmp_path).read([wanted], pin=False)) == ["a"]
     assert torch.equal(found, values)
+
+
+def test_rotary_frequencies_in_the_file_are_not_read(directory: Path) -> None:
+    """As transformers does: they follow from the config, and old files hold them rounded."""
+    path = directory / "model.safetensors"
+    rounded = {"model.rotary_emb.inv_freq": torch.full((4,), 0.5, dtype=torch.bfloat16)}
+    save_file({**load_file(path), **rounded}, path, metadata={"format": "pt"})
+    expected = LlamaForCausalLM.from_pretrained(directory).model.rotary_emb.inv_freq
+    assert torch.equal(outcore.load(directory, device="cpu").model.rotary_emb.inv_freq, expected)
+
+
+def test_a_buffer_of_another_shape_is_refused(tmp_path: Path) -> None:
+    module = torch.nn.Module()
+    module.register_buffer("bias", torch.zeros(4))
+    for values in (torch.arange(4.0), torch.ones(1)):
+        save_file({"bias": values}, tmp_path / "model.safetensors")
+        files = CheckpointFiles(tmp_path)
+        if len(values) == 4:
+            files.load_buffers(module)
+        else:
+            with pytest.raises(outcore.StoreError, match=r"bias has shape \[1\]"):
+                files.load_buffers(module)
+        assert torch.equal(module.bias, torch.arange(4.0))

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from training import LLAMA, assert_same_gradients, with_optimizer
 
+from outcore.engine.chunked_loss import LossJob, chunked_loss_sum
+
 
 def test_custom_loss_on_logits() -> None:
     batch = batch_of()
@@ -63,6 +65,31 @@ def test_number_of_items_in_the_batch() -> None:
 def test_loss_times_a_factor() -> None:
     batch = batch_of()
     assert_same_gradients(lambda model: model(**batch).loss * 3.5 + 1)
+
+
+def test_a_factor_that_bf16_cannot_hold() -> None:
+    """1 / 240 is 0.3% more in bf16: no gradient may be scaled by that."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(240, 64, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(VOCAB, 64, generator=generator).bfloat16().requires_grad_()
+    job = LossJob(
+        hidden=hidden,
+        weight=weight,
+        bias=None,
+        steps=((Tensor.to, (torch.float32,), {}),),
+        target=torch.randint(0, VOCAB, (240,), generator=generator),
+        ignore_index=-100,
+        smoothing=0.0,
+        is_compiled=False,
+        wants_gradient=True,
+    )
+    # Without oneDNN: its AMX kernels are illegal instructions in some sandboxes.
+    with torch.backends.mkldnn.flags(enabled=False):
+        whole = torch.autograd.grad(chunked_loss_sum(job), (hidden, weight))
+        mean = torch.autograd.grad(chunked_loss_sum(job) / 240, (hidden, weight))
+    for total, found in zip(whole, mean, strict=True):
+        ratio = float(found.double().norm() / total.double().norm()) * 240
+        assert ratio == pytest.approx(1, abs=5e-4)
 
 
 def test_loss_and_a_penalty_on_its_logits() -> None:
@@ -141,7 +168,8 @@ def test_mixed_losses_of_logits_read_without_gradients() -> None:
 def test_logits_are_usable_like_a_tensor() -> None:
     batch = batch_of()
     expected = LLAMA.make()(**batch).logits.detach()
-    logits = offloaded(LLAMA.make())(**batch).logits
+    model = offloaded(LLAMA.make())
+    logits, hidden_size = model(**batch).logits, model.config.hidden_size
     assert isinstance(logits, Tensor)
     assert logits.shape == expected.shape
     assert logits.size(-1) == VOCAB
@@ -163,9 +191,14 @@ def test_logits_are_usable_like_a_tensor() -> None:
         lambda x: x[:, -1:, :].contiguous(),
         lambda x: x.reshape(-1),
         lambda x: x.view(-1, VOCAB)[3],
+        lambda x: x[:, :, :hidden_size, ...],
+        lambda x: x[:, 2:, :, ...],
+        lambda x: x[..., 2:, 3:5],
+        lambda x: x.view(torch.float32),
         lambda x: x.gather(-1, batch["input_ids"].unsqueeze(-1)),
     ):
-        ours, theirs = function(logits), function(expected)
+        # Made anew each time: what was read once is an ordinary tensor from then on.
+        ours, theirs = function(model(**batch).logits), function(expected)
         torch.testing.assert_close(
             torch.as_tensor(ours).detach(), torch.as_tensor(theirs), rtol=1e-5, atol=1e-5
         )

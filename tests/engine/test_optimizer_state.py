@@ -10,11 +10,21 @@ import torch
 from families import (
     BETAS,
     LR,
+    batch_of,
     groups_of,
     offloaded,
     relative_difference,
 )
-from training import LLAMA, PLACEMENTS, assert_equal, copied, train, weights_of
+from torch import Tensor
+from training import (
+    LLAMA,
+    PLACEMENTS,
+    assert_equal,
+    copied,
+    train,
+    weights_of,
+    with_optimizer,
+)
 
 import outcore
 
@@ -47,6 +57,38 @@ def test_resuming_gives_the_bits_of_the_uninterrupted_run(
         schedule.load_state_dict(saved["schedule"])
         assert train(model, optimizer, range(3, 5), schedule) == losses
         assert_equal(weights_of(model), expected)
+
+
+@pytest.mark.parametrize("options", PLACEMENTS)
+def test_what_is_not_written_keeps_its_master(options: dict[str, Any]) -> None:
+    """In bf16 a write to one parameter clears the rest of that master, and of no other."""
+
+    def load_one(model: Any, name: str) -> None:
+        model.load_state_dict({name: model.state_dict()[name].clone()}, strict=False)
+
+    def write_one(model: Any, name: str) -> None:
+        with torch.no_grad():
+            model.get_parameter(name).mul_(1)
+            model(**batch_of())
+
+    name = "model.layers.1.self_attn.q_proj.weight"
+    for write in (load_one, write_one):
+        with torch.backends.mkldnn.flags(enabled=False):
+            model, optimizer = with_optimizer(
+                offloaded(LLAMA.make(), dtype=torch.bfloat16, **options)
+            )
+            train(model, optimizer, range(2))
+            before = remainders_of(model, optimizer)
+            write(model, name)
+            after = remainders_of(model, optimizer)
+        assert not after.pop(name).any()
+        assert before.pop(name).any()
+        assert_equal(after, before)
+
+
+def remainders_of(model: Any, optimizer: outcore.AdamW) -> dict[str, Tensor]:
+    optimizer.synchronize()
+    return {n: optimizer.state[p]["remainder"].clone() for n, p in model.named_parameters()}
 
 
 @pytest.mark.xfail(reason="a limit: loading the model clears the remainders", strict=True)
@@ -87,6 +129,14 @@ def test_loading_the_state_of_torch_adamw(options: dict[str, Any]) -> None:
         model.named_parameters(), plain.parameters(), strict=True
     ):
         assert relative_difference(parameter, reference) <= 1e-5, name
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_the_state_of_another_algorithm_is_refused(option: str) -> None:
+    theirs = torch.optim.AdamW(LLAMA.make().parameters(), lr=LR, **{option: True})
+    _, ours = with_optimizer(offloaded(LLAMA.make()))
+    with pytest.raises(ValueError, match=f"{option}=True"):
+        ours.load_state_dict(theirs.state_dict())
 
 
 def test_torch_adamw_loads_our_state() -> None:

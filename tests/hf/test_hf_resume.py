@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from collections import Counter
@@ -76,6 +77,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 def copied(finished: tuple[Path, dict[str, Tensor]], tmp_path: Path) -> Path:
     """A copy of its folder, to do harm to."""
     return Path(shutil.copytree(finished[0], tmp_path / "copied"))
+
+
+def test_a_checkpoint_that_was_written_is_not_held_open(
+    finished: tuple[Path, dict[str, Tensor]],
+) -> None:
+    folder = str(finished[0])
+    assert list(finished[0].glob("checkpoint-*/outcore/.lock"))
+    links = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    assert [link for link in links if link.startswith(folder)] == []
 
 
 def forget_after(step: int, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The probe on this machine, with small sizes: figures that can be true, and steps in order."""
 
+import subprocess
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -143,3 +144,24 @@ def test_direct_storage_that_fails_gives_a_reason_and_leaves_nothing(
     assert reason != WORKS
     assert list(tmp_path.iterdir()) == []
     assert try_gpu_direct_storage(torch.device("cuda"), tmp_path / "missing") != WORKS
+
+
+@pytest.mark.parametrize("users", [None, "max_split_size_mb:64"])
+def test_direct_storage_is_tried_with_the_memory_that_the_engine_uses(
+    users: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots lie in segments that grow, into which not every driver reads."""
+    seen: list[str | None] = []
+
+    def run(*_: object, env: dict[str, str], **__: object) -> subprocess.CompletedProcess[str]:
+        seen.append(env.get("PYTORCH_CUDA_ALLOC_CONF"))
+        return subprocess.CompletedProcess([], 0)
+
+    monkeypatch.setattr(torch._C, "_gds_register_handle", lambda *_: None, raising=False)
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    if users is not None:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", users)
+    assert try_gpu_direct_storage(torch.device("cuda"), tmp_path) == WORKS
+    assert seen == [users or "expandable_segments:True"]

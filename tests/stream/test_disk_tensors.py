@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +50,23 @@ def test_what_was_never_written_is_zero(disk: DiskTensors) -> None:
             here.block()
             assert not bool(values.any())
             tensor.release(values, [])
+
+
+def test_zeros_that_nobody_waited_for_come_before_the_next_value(disk: DiskTensors) -> None:
+    """An update that failed gives its buffers back at once, when they may not be filled yet."""
+    (tensor, _, _), begin = disk.tensors, threading.Event()
+    disk._lanes.reads.submit(lambda: begin.wait(10) and None)
+    for piece in range(3):  # every buffer
+        values, _ = tensor.fetch(piece)
+        tensor.release(values, [])
+    threading.Timer(0.1, begin.set).start()
+    buffer, free = disk.blank(0)
+    free.block()
+    buffer.fill_(7)
+    begin.wait(10)
+    disk._lanes.reads.submit(lambda: None).block()
+    assert bool((buffer == 7).all())
+    disk.release(buffer, [])
 
 
 def test_updates_in_pieces_show_in_the_mapped_view(disk: DiskTensors) -> None:

@@ -116,3 +116,19 @@ def test_a_stopped_run_keeps_its_reference(files: Files, pairs: Path) -> None:
     )
     assert resumed.is_complete
     assert losses(whole.output) == losses(cut.output)
+
+
+def test_the_reference_of_another_model_is_not_used(files: Files, pairs: Path) -> None:
+    """A run without checkpoints leaves its reference in a directory that another may be given."""
+    quiet = Display(Console(quiet=True))
+    settings = files.settings(data=(str(pairs),), max_steps=1, keep=0)
+    train(settings, quiet)
+    other = AutoModelForCausalLM.from_pretrained(files.model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(3)
+    other.save_pretrained(files.model)
+    train(settings, quiet)
+    first = files.settings("first", data=(str(pairs),), max_steps=1, keep=0)
+    train(first, quiet)
+    assert losses(settings.output) == losses(first.output)

@@ -171,6 +171,20 @@ def test_the_best_checkpoint_needs_room_too(
     assert asked == [most]
 
 
+def test_a_run_holds_no_file_open_for_its_checkpoints(files: Files) -> None:
+    """Each better evaluation writes a checkpoint; there may be thousands."""
+    settings = files.settings(held_out=0.2, eval_every=1, save_every=2)
+    train(settings, quiet())
+    assert (Path(settings.output) / "checkpoints" / "best" / ".lock").exists()
+    assert open_files(settings.output) == []
+
+
+def open_files(below: str) -> list[str]:
+    """Return what this process has open in a directory."""
+    links = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    return [link for link in links if link.startswith(os.path.realpath(below))]
+
+
 def test_a_finished_run_is_left_as_it_is(files: Files) -> None:
     settings = files.settings()
     train(settings, quiet())

@@ -17,6 +17,8 @@ import torch
 
 WORKS = "works"
 _LIMIT_S = 20
+_ALLOCATOR_SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}
+_ENGINES_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 # What the other process runs: bytes written from the device, read back into it, and compared.
 _TRIAL = """
@@ -51,7 +53,10 @@ def try_gpu_direct_storage(device: torch.device, folder: Path) -> str:
 def _try(scratch: Path) -> str:
     settings = scratch / "cufile.json"
     settings.write_text(json.dumps({"properties": {"allow_compat_mode": False}}))
-    environment = {**os.environ, "CUFILE_ENV_PATH_JSON": str(settings)}
+    # As the engine sets it, unless the user has: what reads into ordinary device memory may not
+    # read into segments that grow.
+    allocator = {} if _ALLOCATOR_SETTINGS & os.environ.keys() else _ENGINES_ALLOCATOR
+    environment = {**os.environ, **allocator, "CUFILE_ENV_PATH_JSON": str(settings)}
     try:
         done = subprocess.run(
             [sys.executable, "-c", _TRIAL, str(scratch / "trial")],
