@@ -8,7 +8,6 @@ that a device really does.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.initialization import no_init_weights
 
 from outcore.adapters import with_adapters
 from outcore.blocks import Part, end_module, find_parts, runs_as_block
@@ -187,7 +187,8 @@ def model_spec(
     """
     config, name = _config_of(source)
     check_layers(config)
-    with torch.device("meta"), _without_init():
+    # Drawing initial values of a 405B model takes seconds even where nothing is stored.
+    with torch.device("meta"), no_init_weights():
         model = auto_class(config).from_config(copy.deepcopy(config))
     model.tie_weights()  # part of the initialization that was left out
     if adapters is not None:
@@ -258,15 +259,6 @@ def _config_of(source: str | Path | PretrainedConfig | Mapping[str, Any]) -> tup
         f"{str(source)!r} is neither a directory with a config.json nor a shape. "
         f"Shapes: {', '.join(shape_names())}."
     )
-
-
-def _without_init() -> Any:
-    """Drawing initial values of a 405B model takes seconds even where nothing is stored."""
-    try:
-        from transformers.initialization import no_init_weights
-    except ImportError:
-        return contextlib.nullcontext()
-    return no_init_weights()
 
 
 def _weight(module: nn.Module | None) -> torch.Tensor | None:
