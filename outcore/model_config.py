@@ -38,9 +38,13 @@ def read_config(file: Path) -> Any:
 
 
 def check_layers(config: Any) -> None:
-    """Refuse what would take hours to build, even without values."""
+    """Refuse what would take hours to build, even without values, or cannot be built."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > MOST_LAYERS:
+    if layers is None:
+        return
+    if not isinstance(layers, int):  # older transformers take any type
+        raise ValueError(f"num_hidden_layers is {layers!r}, which is no number")
+    if layers > MOST_LAYERS:
         raise ValueError(
             f"num_hidden_layers is {layers:,}, but models have {MOST_LAYERS:,} at most"
         )

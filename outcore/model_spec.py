@@ -8,7 +8,6 @@ that a device really does.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.initialization import no_init_weights
 
 from outcore.adapters import with_adapters
 from outcore.blocks import Part, end_module, find_parts, runs_as_block
@@ -188,7 +188,8 @@ def model_spec(
     """
     config, name = _config_of(source)
     check_layers(config)
-    with torch.device("meta"), _without_init():
+    # Drawing initial values of a 405B model takes seconds even where nothing is stored.
+    with torch.device("meta"), no_init_weights():
         model = auto_class(config).from_config(copy.deepcopy(config))
     model.tie_weights()  # part of the initialization that was left out
     if adapters is not None:
@@ -261,15 +262,6 @@ def _config_of(source: str | Path | PretrainedConfig | Mapping[str, Any]) -> tup
         + (f": {close[0]}?" if close else ".")
         + f" Shapes: {', '.join(shape_names())}."
     )
-
-
-def _without_init() -> Any:
-    """Drawing initial values of a 405B model takes seconds even where nothing is stored."""
-    try:
-        from transformers.initialization import no_init_weights
-    except ImportError:
-        return contextlib.nullcontext()
-    return no_init_weights()
 
 
 def _weight(module: nn.Module | None) -> torch.Tensor | None:

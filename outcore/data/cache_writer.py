@@ -33,7 +33,7 @@ class CacheWriter:
         self._name = secrets.token_hex(8)
         self.num_documents = 0
         self._num_tokens = 0
-        self._spare_counts = np.zeros(0, dtype=np.bool_)  # not yet eight of them
+        self._spare_counts: NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)  # not yet eight of them
         # Of the document that has begun and not ended; never its tokens, which may be many.
         self._length = 0
         self._first_counted: int | None = None

@@ -48,7 +48,7 @@ def chunked_loss_sum(job: LossJob) -> Tensor:
     """Return the summed cross-entropy, differentiable in hidden, weight and bias."""
     bias = job.bias if job.bias is not None else job.hidden.new_empty(0)
     with recorded("compute", "head and loss", compute_stream(job.hidden.device)):
-        total: Tensor = _ChunkedLoss.apply(job, job.hidden, job.weight, bias)  # type: ignore[no-untyped-call]
+        total: Tensor = _ChunkedLoss.apply(job, job.hidden, job.weight, bias)  # type: ignore[no-untyped-call, unused-ignore]
     return total
 
 
@@ -56,7 +56,7 @@ def chunked_token_losses(job: LossJob) -> Tensor:
     """Return the cross-entropy of each row, zero where it is ignored; differentiable likewise."""
     bias = job.bias if job.bias is not None else job.hidden.new_empty(0)
     with recorded("compute", "head and loss", compute_stream(job.hidden.device)):
-        losses: Tensor = _TokenLosses.apply(job, job.hidden, job.weight, bias)  # type: ignore[no-untyped-call]
+        losses: Tensor = _TokenLosses.apply(job, job.hidden, job.weight, bias)  # type: ignore[no-untyped-call, unused-ignore]
     return losses
 
 

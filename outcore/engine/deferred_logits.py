@@ -55,7 +55,7 @@ class DeferredLogits(torch.Tensor):
 
     @staticmethod
     def of(recipe: _Recipe, leading: Sequence[int]) -> DeferredLogits:
-        logits: DeferredLogits = _Deferral.apply(  # type: ignore[no-untyped-call]
+        logits: DeferredLogits = _Deferral.apply(  # type: ignore[no-untyped-call, unused-ignore]
             recipe, tuple(leading), recipe.hidden, recipe.weight, recipe.bias
         )
         logits._recipe = recipe
@@ -85,7 +85,7 @@ class DeferredLogits(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _ATTRIBUTES:
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call, unused-ignore]
         logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
         if logits is not None and logits._made is None:
             deferred = _defer(logits, func, args[1:], kwargs)

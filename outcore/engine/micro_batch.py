@@ -77,6 +77,9 @@ def _can_split(leaves: Sequence[Any], hidden: Tensor) -> bool:
                 return False
             if leaf.dim() >= 3 and leaf.shape[0] not in (1, batch):
                 return False  # batch x heads rows (Bloom's alibi), or an axis before the batch
+            # (3, batch, length, dim), Qwen2-VL's rotary tables, or a bias of (batch, heads, ...).
+            if leaf.dim() >= 4 and leaf.shape[:2] == (batch, batch):
+                return False
             # (batch, length, ...) and (batch, other length, hidden) carry the batch; another table
             # of three axes may be (heads, 1, length), as MPT's.
             is_batch_like = leaf.dim() != 3 or leaf.shape[1] == length or leaf.shape[2] == size

@@ -79,7 +79,7 @@ def _block_forward(engine: Engine, block: StreamedBlock, *args: Any, **kwargs: A
     call = BlockCall(block, args, kwargs)
     tensors = call.take_tensors()
     if torch.is_grad_enabled() and (block.trainable_names or any(call.needs_grad)):
-        return call.rebuild(BlockFunction.apply(call, engine.anchor, *tensors))  # type: ignore[no-untyped-call]
+        return call.rebuild(BlockFunction.apply(call, engine.anchor, *tensors))  # type: ignore[no-untyped-call, unused-ignore]
     return call.rebuild(run_without_graph(call, tensors))
 
 

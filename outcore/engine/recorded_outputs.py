@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-try:
-    from transformers.utils.output_capturing import _active_collector
-except ImportError:  # an older transformers 5, which records nothing this way
-    _active_collector = None
+from transformers.utils.output_capturing import _active_collector
 
 Recording = dict[str, list[Any]]
 
@@ -30,8 +27,8 @@ def call_recording(function: Any, *args: Any, keys: tuple[str, ...]) -> tuple[An
 
 def keys() -> tuple[str, ...]:
     """Return what blocks record; hidden states are recorded around them, not inside."""
-    collector = _active_collector.get() if _active_collector is not None else None
-    return tuple(k for k in collector or () if k != "hidden_states" and not k.startswith("_"))
+    collector = _active_collector.get() or ()
+    return tuple(k for k in collector if k != "hidden_states" and not k.startswith("_"))
 
 
 def hand_over(recording: Recording) -> None:

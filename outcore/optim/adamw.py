@@ -8,16 +8,17 @@ the forward waits, unit by unit, only for what it uses.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from outcore.errors import NonFiniteGradient
+from outcore.errors import NonFiniteGradient, OutOfBudget
 from outcore.kernels import AdamWScalars, has_library
 from outcore.optim.param_groups import ParamsArg, as_groups, backend_of, check_values
-from outcore.optim.planned_clipping import built_as_planned
+from outcore.optim.planned_clipping import other_than_planned
 from outcore.optim.saved_state import HYPERPARAMETERS, check_saved_state
 from outcore.optim.state_format import Rounding
 from outcore.optim.updates import Chunk, ChunkUpdate, Segment
@@ -76,15 +77,24 @@ class AdamW(torch.optim.Optimizer):
         has_library()  # warns here, once, if the kernels are missing: not in a background thread
         self._check_trainable()
         self._segments = self._find_segments()
-        with built_as_planned(
+        said = other_than_planned(
             plans_waiting=backend.plans_waiting,
             updates_during_backward=update_during_backward,
             gradient_bytes=backend.gradient_bytes,
-        ):
+        )
+        # Not in a @contextmanager: from Python 3.12 on, an error that it replaces is part of a
+        # cycle, and holds what was built so far until garbage is collected.
+        try:
             backend.start(
                 passing=self._update_now if update_during_backward else None,
                 check=self._check_first,
             )
+        except OutOfBudget as error:
+            if said is None:
+                raise
+            raise OutOfBudget(f"{error} {said}") from error
+        if said is not None:
+            warnings.warn(said, stacklevel=2)
         self._show_state()
 
     @torch.no_grad()

@@ -269,9 +269,10 @@ class ChoiceTable:
             state = (trained[n] - trained[n - ds]) * sizes.state
             both_ways_bytes_s = costs.machine.disk_both_ways_bytes_s
             read = state / both_ways_bytes_s
-            lanes.append(
-                read + 2 * self._num_passes * disk_weights / costs.machine.disk_read_bytes_s
-            )
+            # The forward's last blocks are still in their slots when the backward begins.
+            again = np.maximum(0.0, disk_weights - c.num_slots * self._largest_after[n - dw])
+            fetched = self._num_passes * (disk_weights + again)
+            lanes.append(read + fetched / costs.machine.disk_read_bytes_s)
             # What has not passed through staging, or the ring, holds up the forward or backward.
             staged = float(STAGING_PIECES * self._disk_piece)
             held = staged if self._gradients_wait else staged + self._ring

@@ -69,7 +69,8 @@ def test_rows_ratios_and_reasons(jobs: list[BenchJob], tiny_model: Path, tmp_pat
     report = json.loads(file.read_text())
     assert [row["name"] for row in report["systems"]] == ["outcore", "native", "torchao"]
     assert [row["outcore_ratio"] for row in report["systems"]] == [None, 1.5, None]
-    assert report["machine"]["versions"]["torch"] == torch.__version__
+    # A wheel's metadata may leave the build out: 2.9.0 is torch 2.9.0+cu128.
+    assert torch.__version__.startswith(report["machine"]["versions"]["torch"])
     assert report["machine"]["ram_bytes"] > 0
 
 

@@ -49,7 +49,8 @@ def test_every_placement_is_a_row_and_json_has_them_all(tiny_model: Path, tmp_pa
     assert report["plain_torch"]["worst_relative_difference"] < 1e-5
     assert report["plain_torch"]["worst_parameter"] in report["plain_torch"]["differences"]
     assert report["machine"]["cores"] >= 1
-    assert report["machine"]["versions"]["torch"] == torch.__version__
+    # A wheel's metadata may leave the build out: 2.9.0 is torch 2.9.0+cu128.
+    assert torch.__version__.startswith(report["machine"]["versions"]["torch"])
 
 
 @pytest.mark.usefixtures("no_delays")

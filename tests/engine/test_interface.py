@@ -20,6 +20,7 @@ from torch import Tensor
 from training import LLAMA, assert_same_gradients, with_optimizer
 
 import outcore
+from outcore.engine.micro_batch import MicroBatches
 
 # Outputs and inputs
 
@@ -150,6 +151,14 @@ def test_multimodal_rotary_tables(micro_batch: int, sequences: int) -> None:
     batch = batch_of(sequences=sequences)
     batch["input_ids"] = batch["input_ids"].clamp(max=80)
     assert_same_gradients(lambda model: model(**batch).loss, family, micro_batch=micro_batch)
+
+
+def test_an_axis_of_the_batchs_size_is_not_taken_for_it() -> None:
+    """The same without a model: newer transformers give Qwen2-VL's blocks another table."""
+    hidden, table = torch.zeros(3, 12, 32), torch.zeros(3, 3, 12, 8)
+    assert not MicroBatches([hidden, table], 1).is_split
+    for mask in (torch.zeros(3, 1, 12, 12), torch.zeros(3, 4, 12, 12), torch.zeros(1, 3, 12, 12)):
+        assert MicroBatches([hidden, mask], 1).bounds == [(0, 1), (1, 2), (2, 3)]
 
 
 def test_other_heads_and_modalities() -> None:

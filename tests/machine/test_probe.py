@@ -140,7 +140,7 @@ def test_direct_storage_that_fails_gives_a_reason_and_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(torch._C, "_gds_register_handle", lambda *_: None, raising=False)
     reason = try_gpu_direct_storage(torch.device("cuda"), tmp_path)
-    assert "CUDA" in reason
+    assert "CUDA" in reason or "NVIDIA" in reason  # a build without it, or no driver
     assert reason != WORKS
     assert list(tmp_path.iterdir()) == []
     assert try_gpu_direct_storage(torch.device("cuda"), tmp_path / "missing") != WORKS

@@ -60,6 +60,19 @@ def test_the_lower_bound_is_not_above_the_simulation(
     assert least <= table.simulate(choice).step_s * 1.02
 
 
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_the_lower_bound_knows_what_is_still_in_slots(num_slots: int) -> None:
+    """Of the weights on disk, a backward does not read the ones that the forward used last."""
+    machine = replace(H200, disk_read_bytes_s=1e8)
+    job = replace(JOB, clipping="two-pass")
+    table = ChoiceTable(model_spec("qwen2.5-3b"), machine, job, 4)
+    for num_blocks in range(1, 6):
+        choice = Choice(num_slots=num_slots, last_disk_weights=num_blocks)
+        simulated = table.simulate(choice)
+        least = table.least_s(Choices.of([choice]))[0]
+        assert 0.9 * simulated.busy_s["disk read"] < least <= simulated.step_s
+
+
 def test_a_lane_does_one_thing_at_a_time() -> None:
     clippings: tuple[Clipping, ...] = ("waiting", "two-pass", "none")
     for clipping in clippings:
