@@ -16,6 +16,7 @@ from outcore.cli.plan_options import HERE, budgets, check_compare, check_file, m
 from outcore.cli.report import console_for, stop, write_json
 from outcore.errors import DoesNotFit, OutcoreError, UnsupportedModel
 from outcore.planning.plan import Job, Plan
+from outcore.units import format_bytes
 
 if TYPE_CHECKING:
     from outcore.machine.machine import Machine
@@ -199,6 +200,7 @@ def plan_command(
     with console.status("planning" if machine != HERE else "measuring this machine and planning"):
         spec = _find_model(model, lora)
         chosen = _find_machine(machine)
+        _check_budgets(job, chosen)
         job = replace(job, dtype=planning.default_dtype(chosen, job.state_format))
         plan = _make_plan(spec, chosen, job)
         smaller = _smaller_budget(spec, chosen, plan)
@@ -216,6 +218,21 @@ def _find_model(source: str, lora_rank: int | None) -> ModelSpec:
         return planning.model_spec(source)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(_line(error), param_hint="MODEL") from None
+
+
+def _check_budgets(job: Job, machine: Machine) -> None:
+    """Refuse more memory than the machine has: such a plan could not be carried out."""
+    for option, budget, has_bytes in (
+        ("--device-memory", job.budgets.device_bytes, machine.device_memory_bytes),
+        ("--host-memory", job.budgets.host_bytes, machine.host_memory_bytes),
+    ):
+        # A card that is sold with 24 has a little less.
+        if budget is not None and budget > 1.1 * has_bytes:
+            raise typer.BadParameter(
+                f"{format_bytes(budget)} is more than {machine.name} has, "
+                f"{format_bytes(has_bytes)}",
+                param_hint=option,
+            )
 
 
 def _find_machine(name: str) -> Machine:

@@ -1,4 +1,4 @@
-"""docs/plan-command.md shows what the commands in it print."""
+"""`outcore plan` with the planner itself: docs/plan-command.md shows what is printed."""
 
 from __future__ import annotations
 
@@ -26,3 +26,11 @@ def test_the_page_shows_what_is_printed(option: str, monkeypatch: pytest.MonkeyP
     assert result.exit_code == 0, result.output
     shown = lines_of(BLOCKS[command + 1])
     assert lines_of(result.output)[-len(shown) :] == shown
+
+
+@pytest.mark.parametrize("option", ["--device-memory", "--host-memory"])
+def test_more_memory_than_the_machine_has_is_refused(option: str) -> None:
+    command = ["plan", "qwen2.5-7b", "--machine", "h200-pcie5", option, "500GiB"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "is more than h200-pcie5 has" in " ".join(result.output.replace("│", " ").split())
