@@ -1,7 +1,8 @@
-"""The same bits from the same work, in every process: deterministic algorithms on a GPU.
+"""Deterministic algorithms, where a GPU has a choice.
 
 By default the attention's backward adds in whatever order its threads come, and the compiler takes
-the variant of a kernel that was faster when it was timed.
+the variant of a reduction that was faster when it was timed. What is left to timing: whether the
+compiler pads a matrix product whose sizes are odd.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def train_command(
     deterministic: Annotated[
         bool | None,
         _option(
-            "The same bits each time on a GPU, also after --resume; slower. A CPU needs it not.",
+            "Deterministic algorithms: the same bits on a GPU, also after --resume, need them.",
             _OPTIMIZER,
             "--deterministic",
         ),

@@ -10,8 +10,7 @@ from outcore.engine import read_back_barrier
 _NUM_RECOMPILES = 64  # hybrid models have several structures, and each batch shape is its own
 _OPTIONS: dict[str, Any] = {
     # To try several variants of an elementwise kernel that writes to its inputs, the compiler keeps
-    # a copy of them in pinned memory: 1 GiB at 16,384 tokens of a 7B model, which stays. One
-    # variant is as fast.
+    # a copy of them in pinned memory: 1 GiB at 16,384 tokens of a 7B model, which stays.
     "triton.autotune_pointwise": False,
 }
 

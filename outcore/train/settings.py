@@ -50,7 +50,7 @@ class TrainSettings:
     clip_in_two_passes: bool = False  # the first for the norm: saves the gradients' memory
     on_non_finite: OnNonFinite = "raise"
     seed: int = 0
-    deterministic: bool = False  # the same bits in every process, on a GPU too
+    deterministic: bool = False  # deterministic algorithms, which the same bits on a GPU need
 
     # LoRA.
     lora: bool = False
