@@ -12,14 +12,20 @@ _OPTIONS: dict[str, Any] = {
     # To try several variants of an elementwise kernel that writes to its inputs, the compiler keeps
     # a copy of them in pinned memory: 1 GiB at 16,384 tokens of a 7B model, which stays.
     "triton.autotune_pointwise": False,
+    # Reductions and padded products are not chosen by the clock: the same kernels in every process.
+    "deterministic": True,
 }
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` compiled for each shape that it is called with."""
     import torch._dynamo  # takes a second: not before it is needed
+    import torch._inductor.config as inductor_config
 
     config = torch._dynamo.config
     config.recompile_limit = max(_NUM_RECOMPILES, config.recompile_limit)
     read_back_barrier.install()
-    return torch.compile(function, dynamic=False, options=_OPTIONS)
+    options = dict(_OPTIONS)
+    if not hasattr(inductor_config, "deterministic"):  # torch 2.9 always asks the clock
+        del options["deterministic"]
+    return torch.compile(function, dynamic=False, options=options)

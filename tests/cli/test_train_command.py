@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from handmade_plans import make_machine
+from train_processes import started, wait_for
 from typer.testing import CliRunner, Result
 
 from outcore.cli import app
 from outcore.train import demo, subject
 from outcore.train.demo import Demo, make_demo
-
-# A run in a process of its own, on a machine that need not be measured.
-SCRIPT = """
-import sys
-sys.path.insert(0, {tests!r})
-from handmade_plans import make_machine
-from outcore.train import subject
-machine = make_machine(device_name="CPU", name="here", is_unified=True)
-subject.here = lambda **_: machine
-from outcore.cli import main
-main()
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +73,10 @@ def test_a_yaml_file_with_an_option_over_it(job: Demo, tmp_path: Path) -> None:
         (["--model", "x", "--data", "y", "--output", "z", "--schedule", "cubic"], "cosine"),
     ],
 )
-def test_what_is_refused(arguments: list[str], message: str, tmp_path: Path) -> None:
-    os.chdir(tmp_path)
+def test_what_is_refused(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     result = run_train(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr
@@ -125,8 +113,9 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
     job: Demo, tmp_path: Path, number: signal.Signals
 ) -> None:
     output = tmp_path / "out"
-    with _started(arguments_of(job, output, "--max-steps", "5000", "--log-every", "1")) as process:
-        _wait_for(process, "step 3/")
+    arguments = arguments_of(job, output, "--max-steps", "5000", "--log-every", "1")
+    with started("cpu", arguments, OMP_NUM_THREADS="1") as process:
+        wait_for(process, "step 3/")
         asked_s = time.monotonic()
         process.send_signal(number)
         told, _ = process.communicate(timeout=60)
@@ -137,23 +126,3 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
     saved = sorted((output / "checkpoints").glob("step-*"))
     assert len(saved) == 1
     assert (saved[0] / "manifest.json").is_file()
-
-
-def _started(arguments: list[str]) -> subprocess.Popen[str]:
-    root = Path(__file__).parents[2]
-    script = SCRIPT.format(tests=str(root / "tests"))
-    return subprocess.Popen(
-        [sys.executable, "-c", script, "train", "--device", "cpu", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(root), "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
-    )
-
-
-def _wait_for(process: subprocess.Popen[str], text: str) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if text in line:
-            return
-    pytest.fail(f"{text!r} never came")
