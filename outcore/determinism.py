@@ -1,8 +1,7 @@
 """Deterministic algorithms, where a GPU has a choice.
 
-By default the attention's backward adds in whatever order its threads come, and the compiler takes
-the variant of a reduction that was faster when it was timed. What is left to timing: whether the
-compiler pads a matrix product whose sizes are odd.
+By default the attention's backward adds in whatever order its threads come. What the compiler
+chooses is settled already (``outcore/engine/compilation.py``), except by torch 2.9.
 """
 
 from __future__ import annotations

@@ -107,7 +107,9 @@ def train_ours(make_model: ModelFactory, job: VerifyJob) -> dict[str, Tensor]:
     """
     torch.manual_seed(job.seed)
     model = make_model().eval()
-    options = {**job.options, "dtype": torch.float32, "compile": False}
+    # The homes are named: without them the machine would be measured first, to make a plan.
+    homes = {"weights": "host", "state": "host"}
+    options = {**homes, **job.options, "dtype": torch.float32, "compile": False}
     model = outcore.offload(model, device=job.device, micro_batch=job.sequences, **options)
     optimizer = outcore.AdamW(
         param_groups(model, job.weight_decay),

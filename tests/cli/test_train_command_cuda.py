@@ -22,7 +22,7 @@ def test_a_stopped_run_goes_on_to_the_bits_of_a_whole_one(tmp_path: Path) -> Non
         arguments = [
             *("--model", job.settings.model, "--data", job.settings.data[0]),
             *("--output", str(tmp_path / name), "--seq-len", "64", "--tokens-per-step", "1024"),
-            *("--micro-batch", "4", "--max-steps", "300", "--lr", "1e-3", "--num-workers", "1"),
+            *("--micro-batch", "4", "--max-steps", "60", "--lr", "1e-3", "--num-workers", "1"),
             *("--log-every", "1", "--no-tensorboard", "--deterministic", *more),
         ]
         # Nothing compiled is shared: each process chooses its kernels itself.
