@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import (
@@ -12,7 +14,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from outcore.verify import VerifyJob, verify
+from outcore.verify import VerifyJob, check_against_plain_torch, placements, verify
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
@@ -51,6 +53,15 @@ def test_every_placement_has_the_bits_of_the_resident_run(
     job = VerifyJob(
         device="cuda", dtype=dtype, sequences=4, seq_len=256, options={"compile": compiled}
     )
-    for comparison in verify(lambda: AutoModelForCausalLM.from_config(config), job):
+    delayed = [replace(placement, max_delay_s=0.05) for placement in placements()]
+    for comparison in verify(lambda: AutoModelForCausalLM.from_config(config), job, delayed):
         assert comparison.losses_equal, comparison.name
         assert comparison.differing == [], comparison.name
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_plain_hugging_face_agrees_to_rounding(name: str) -> None:
+    config: PretrainedConfig = CONFIGS[name]
+    job = VerifyJob(device="cuda", dtype=torch.float32, sequences=4, seq_len=256)
+    result = check_against_plain_torch(lambda: AutoModelForCausalLM.from_config(config), job)
+    assert result.is_close, result.too_far
