@@ -20,12 +20,18 @@ _OPTIONS: dict[str, Any] = {
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` compiled for each shape that it is called with."""
     import torch._dynamo  # takes a second: not before it is needed
-    import torch._inductor.config as inductor_config
 
     config = torch._dynamo.config
     config.recompile_limit = max(_NUM_RECOMPILES, config.recompile_limit)
     read_back_barrier.install()
     options = dict(_OPTIONS)
-    if not hasattr(inductor_config, "deterministic"):  # torch 2.9 always asks the clock
+    if not _has_deterministic_option():
         del options["deterministic"]
     return torch.compile(function, dynamic=False, options=options)
+
+
+def _has_deterministic_option() -> bool:
+    """torch 2.9 has not, and asks the clock."""
+    import torch._inductor.config
+
+    return hasattr(torch._inductor.config, "deterministic")
