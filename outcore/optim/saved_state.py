@@ -57,7 +57,7 @@ def check_saved_state(
     copies = [
         copy
         for key, parameter in zip(ids, parameters, strict=True)
-        for copy in _copies(key, entries.get(key), targets[parameter])
+        for copy in _copies(key, entries.get(key), targets.get(parameter, {}))
     ]
     return SavedState(step=_step(entries), groups=groups, copies=copies)
 
