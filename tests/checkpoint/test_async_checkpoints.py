@@ -295,6 +295,23 @@ def test_buffers_are_those_of_the_moment(tmp_path: Path) -> None:
     assert torch.equal(model[1][0].turned, turned)
 
 
+def test_where_no_thread_can_be_started_the_next_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    model, optimizer = counting_model()
+    folder = CheckpointFolder(tmp_path)
+    with AsyncCheckpoints(folder, model, optimizer) as it:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="start new thread"):
+                it.begin({})
+        it.begin({})
+    assert folder.steps() == [0]
+
+
 def test_reading_and_writing_state_waits_for_the_copy(tmp_path: Path) -> None:
     """What is written to parameters after ``synchronize`` is not in a checkpoint begun before."""
     run = Run(tmp_path, weights="host", state="host", num_visits=3)
