@@ -121,8 +121,9 @@ class AdamW(torch.optim.Optimizer):
         if clip is None:
             self.num_skipped_steps += 1
             return loss
-        self._step += 1
-        scalars = self._scalars(clip)
+        scalars = self._scalars(self._step + 1, clip)
+        self._backend.settle_once()
+        self._step += 1  # what could be refused was
         now = self._backend.compute_fence()  # whatever still reads the weights goes first
         updates = []
         for chunk in chunks:
@@ -222,7 +223,7 @@ class AdamW(torch.optim.Optimizer):
             return 1.0
         return min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
 
-    def _scalars(self, grad_scale: float = 1.0) -> list[AdamWScalars]:
+    def _scalars(self, step: int, grad_scale: float) -> list[AdamWScalars]:
         return [
             AdamWScalars.of(
                 lr=float(group["lr"]),
@@ -230,7 +231,7 @@ class AdamW(torch.optim.Optimizer):
                 beta2=group["betas"][1],
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
-                step=self._step,
+                step=step,
                 grad_scale=grad_scale,
             )
             for group in self.param_groups
@@ -263,12 +264,11 @@ class AdamW(torch.optim.Optimizer):
         on_read: Callable[[Fence | None], None] | None,
     ) -> None:
         """Queue an update while the backward still runs."""
-        if not self._updated_chunks:
-            self._step += 1
+        step = self._step if self._updated_chunks else self._step + 1
+        scalars = self._scalars(step, self._clip)
+        self._step = step
         self._updated_chunks.add(chunk.key)
-        self._backend.queue(
-            [self._update(chunk, self._scalars(self._clip), gradient, after, on_read)]
-        )
+        self._backend.queue([self._update(chunk, scalars, gradient, after, on_read)])
 
     @property
     def _takes_two_passes(self) -> bool:

@@ -41,7 +41,7 @@ from outcore.optim.updates import (
     chunks_of,
 )
 from outcore.optim.visitor import Visitor, visit_bytes
-from outcore.store.ledger import Ledger
+from outcore.store.ledger import Hold, Ledger
 from outcore.stream.disk_tensors import DiskShape, DiskTensors
 from outcore.stream.lanes import Fence, Lane
 from outcore.stream.unit import Unit
@@ -111,6 +111,7 @@ class OptimizerBackend:
         self._visitor: Visitor | None = None
         self._lodgers: Lodgers | None = None
         self._has_settled = False
+        self._device_holds: list[Hold] = []
         self._disk: DiskTensors | None = None
         self._disk_updater: DiskUpdater | None = None
         self._readers = StateReaders()
@@ -159,7 +160,8 @@ class OptimizerBackend:
                 lane.close()
             for unit, remainder in zip(self.units, remainders, strict=True):
                 unit.remainder = remainder
-            self.states, self._lanes, self._waiting = {}, [], None
+            self.states, self._lanes = {}, []
+            self._waiting = None
             raise
 
     def _build(
@@ -257,8 +259,6 @@ class OptimizerBackend:
 
     def queue(self, updates: list[ChunkUpdate]) -> None:
         """Hand updates over; units whose weights they change are marked before anyone starts."""
-        if self._waiting is not None:
-            self._settle_once()
         left = list(updates)
         try:
             for update in updates:
@@ -301,7 +301,7 @@ class OptimizerBackend:
 
     def begin_forward(self) -> None:
         """Say that all updates of this step have been queued, in passing mode."""
-        self._settle_once()
+        self.settle_once()
         self._prefetch()
 
     def clear_gradients(self) -> None:
@@ -384,8 +384,11 @@ class OptimizerBackend:
     def _direct_gradient(self, chunk: Chunk) -> tuple[Tensor, list[Fence]] | None:
         return self._lodgers.gradient_buffer(chunk) if self._lodgers is not None else None
 
-    def _settle_once(self) -> None:
-        """Bring state to the device after a first whole step, when the device's peak is known."""
+    def settle_once(self) -> None:
+        """Bring state to the device after a first whole step, when the device's peak is known.
+
+        OutOfBudget if the caller asked for more of it than fits; nothing has changed then.
+        """
         if self._has_settled or self._queue is None:
             return
         self._has_settled = True
@@ -405,18 +408,19 @@ class OptimizerBackend:
         lodged = schedule[: num_visits - num_helping]
         largest = max(schedule, key=lambda scheduled: scheduled[0].numel)
         sizes = self._device_state_bytes(lodged, largest, num_helping)
-        for purpose, num_bytes in zip(DEVICE_STATE, sizes, strict=True):
-            self._device_ledger.take(
-                purpose, num_bytes, remedy="Use a larger device_memory or fewer visits."
-            )
+        remedy = "Use a larger device_memory or fewer visits."
+        self._device_holds = [  # all of them or none: the first goes if the second is refused
+            self._device_ledger.hold(purpose, num_bytes, remedy=remedy)
+            for purpose, num_bytes in zip(DEVICE_STATE, sizes, strict=True)
+        ]
         try:
             self._settle(lodged, largest, num_helping)
         except torch.OutOfMemoryError:  # fragments: they save time, and nothing needs them
             if self._lodgers is not None:
                 self._lodgers.close()  # its copies must land before their memory is used again
             self._lodgers = None
-            for purpose, num_bytes in zip(DEVICE_STATE, sizes, strict=True):
-                self._device_ledger.give_back(purpose, num_bytes)
+            for hold in self._device_holds:
+                hold.give_back()
             return
         self.num_visits = len(lodged) + num_helping
 
