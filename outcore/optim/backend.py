@@ -161,7 +161,7 @@ class OptimizerBackend:
             for unit, remainder in zip(self.units, remainders, strict=True):
                 unit.remainder = remainder
             self.states, self._lanes = {}, []
-            self._waiting = None
+            self._waiting = self._passing = None
             raise
 
     def _build(

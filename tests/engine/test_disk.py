@@ -338,7 +338,7 @@ def test_an_optimizer_that_could_not_start_leaves_room_for_another(
         patched.setattr("outcore.optim.backend.Gradients", refuse)
         before = [ledger.taken_bytes for ledger in ledgers]
         with pytest.raises(outcore.OutOfBudget):
-            outcore.AdamW(model)
+            outcore.AdamW(model, update_during_backward=True)
     assert engine.device_ledger.taken_bytes == before[0]
     assert engine.disk.ledger.taken_bytes == before[2]
     optimizer = outcore.AdamW(model, lr=1e-2)
