@@ -7,6 +7,7 @@ where each group lists the ids of its parameters. A parameter without an entry h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,8 @@ def _groups(
             f"param groups of the optimizer state have {sizes[0]} parameters, this optimizer's "
             f"have {sizes[1]}"
         )
-    values = [{k: v for k, v in group.items() if k != "params"} for group in theirs]
+    # Copies: schedulers write into an lr that is a tensor.
+    values = [{k: deepcopy(v) for k, v in group.items() if k != "params"} for group in theirs]
     return values, [key for group in theirs for key in group["params"]]
 
 

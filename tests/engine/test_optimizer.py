@@ -485,3 +485,10 @@ def test_visits_that_do_not_fit_are_refused_and_nothing_changes() -> None:
         train(model, optimizer, range(1))
     assert optimizer.num_steps == 0
     assert outcore.engine_of(model).device_ledger.taken_bytes == before
+
+
+def test_an_lr_that_is_a_tensor_belongs_to_one_optimizer() -> None:
+    first, second = (outcore.AdamW(offloaded(LLAMA.make()), lr=torch.tensor(LR)) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    second.param_groups[0]["lr"].fill_(0.5)  # as torch's schedulers do
+    assert float(first.param_groups[0]["lr"]) == pytest.approx(LR)
