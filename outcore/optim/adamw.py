@@ -23,6 +23,7 @@ from outcore.optim.saved_state import HYPERPARAMETERS, check_saved_state
 from outcore.optim.state_format import Rounding
 from outcore.optim.updates import Chunk, ChunkUpdate, Segment
 from outcore.random_state import RandomState
+from outcore.store.spans import separate
 from outcore.stream.lanes import Fence
 from outcore.stream.recording import step_ended
 
@@ -373,7 +374,11 @@ class AdamW(torch.optim.Optimizer):
         return segments
 
     def _show_state(self) -> None:
-        """Fill ``self.state`` with views, as users of torch's optimizers expect to find it."""
+        """Fill ``self.state`` with views, as users of torch's optimizers expect to find it.
+
+        Each has a storage of its own: torch.save writes whole storages, and refuses one that holds
+        several types.
+        """
         in_groups = {id(p) for group in self.param_groups for p in group["params"]}
         for unit in self._backend.units:
             state = self._backend.states[unit.index]
@@ -384,7 +389,8 @@ class AdamW(torch.optim.Optimizer):
                 entry: dict[str, Any] = {"step": torch.tensor(0.0)}
                 for kind, tensor in state.named():
                     cut = tensor[field.offset // kind.per : -(-field.end // kind.per)]
-                    entry[kind.name] = cut.view(field.shape) if kind.per == 1 else cut
+                    shape = field.shape if kind.per == 1 else cut.shape
+                    entry[kind.name] = separate(cut, shape)
                 self.state[parameter] = entry
 
 
