@@ -196,7 +196,7 @@ class AdamW(torch.optim.Optimizer):
         self.check_hyperparameters(hyperparameters)
         for group, values in zip(self.param_groups, hyperparameters, strict=True):
             values = {k: v for k, v in values.items() if k != "params"}
-            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+            group.update({k: _as_before(group.get(k), v) for k, v in values.items()})
         self._step = num_steps
         self._backend.state_replaced(self._backend.units)
 
@@ -392,6 +392,13 @@ class AdamW(torch.optim.Optimizer):
                     shape = field.shape if kind.per == 1 else cut.shape
                     entry[kind.name] = separate(cut, shape)
                 self.state[parameter] = entry
+
+
+def _as_before(before: Any, value: Any) -> Any:
+    """Return a plain value in the type that a group has: schedulers compute in that of lr."""
+    if isinstance(before, Tensor):
+        return torch.full_like(before, value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _ok(square: float) -> bool:
