@@ -103,12 +103,13 @@ class AsyncCheckpoints:
         files = self._snapshots.take()
         files.append(StagedFile(name=RANDOM, tensors=generators, after=()))
         # Not a daemon: a program that ends has its last checkpoint.
-        self._writer = threading.Thread(
+        writer = threading.Thread(
             target=self._write,
             args=(self._optimizer.num_steps, files, plain),
             name="outcore-checkpoint-writer",
         )
-        self._writer.start()
+        writer.start()
+        self._writer = writer
 
     def wait(self) -> Path | None:
         """Wait until the checkpoint that was begun is committed; return where the last one is."""

@@ -72,6 +72,8 @@ def _entry(data: Any, file: str) -> Entry:
     if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS:
         raise ValueError(f"gives {where} the shape {_short(shape)}")
     sizes = tuple(_whole(size, f"{where}: shape") for size in shape)
+    if math.prod(size or 1 for size in sizes) > _MOST_BYTES:  # an empty one has strides too
+        raise ValueError(f"gives {where} the shape {_short(shape)}")
     num_bytes = _whole(data["num_bytes"], f"{where}: num_bytes")
     if num_bytes != math.prod(sizes) * DTYPES[dtype].itemsize:
         raise ValueError(f"gives {where} {num_bytes} bytes, not those of {dtype}{list(sizes)}")

@@ -137,6 +137,12 @@ def _write(path: Path, fd: int, entry: Entry, tensor: Tensor, num_threads: int) 
 
 
 def _read(path: Path, fd: int, entry: Entry, target: Tensor | None) -> None:
+    if target is not None and not target.is_contiguous():  # a buffer that is a view of another
+        whole = torch.empty(target.shape, dtype=target.dtype)
+        _read(path, fd, entry, whole)
+        target.copy_(whole)
+        return
+
     def piece(start: int) -> int:
         size = min(_PIECE_BYTES, entry.num_pages * PAGE_BYTES - start)
         pages = np.empty(size, np.uint8)
@@ -165,7 +171,7 @@ def _bytes_of(tensor: Tensor, start: int, end: int) -> Bytes:
 
 
 def _put(target: Tensor, start: int, data: Bytes) -> None:
-    flat, size = target.detach().reshape(-1), target.itemsize
+    flat, size = target.detach().view(-1), target.itemsize
     values = torch.from_numpy(data).view(target.dtype)
     flat[start // size : start // size + values.numel()].copy_(values)
 

@@ -17,7 +17,8 @@ from outcore.engine.host_inputs import HostInputs
 from outcore.engine.options import OffloadOptions
 from outcore.engine.packed_parameters import check_not_written, packed_versions
 from outcore.engine.token_ranges import TokenRanges
-from outcore.optim.backend import DEVICE_STATE, OptimizerBackend, OptimizerPlacement
+from outcore.optim.backend import OptimizerBackend, OptimizerPlacement
+from outcore.optim.device_state import DEVICE_STATE
 from outcore.planning.plan import Plan
 from outcore.store.ledger import Ledger, TierReport, tier_report
 from outcore.stream.expansion import Expansion

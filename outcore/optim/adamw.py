@@ -23,6 +23,7 @@ from outcore.optim.saved_state import HYPERPARAMETERS, check_saved_state
 from outcore.optim.state_format import Rounding
 from outcore.optim.updates import Chunk, ChunkUpdate, Segment
 from outcore.random_state import RandomState
+from outcore.store.spans import separate
 from outcore.stream.lanes import Fence
 from outcore.stream.recording import step_ended
 
@@ -121,8 +122,9 @@ class AdamW(torch.optim.Optimizer):
         if clip is None:
             self.num_skipped_steps += 1
             return loss
-        self._step += 1
-        scalars = self._scalars(clip)
+        scalars = self._scalars(self._step + 1, clip)
+        self._backend.settle_once()
+        self._step += 1  # what could be refused was
         now = self._backend.compute_fence()  # whatever still reads the weights goes first
         updates = []
         for chunk in chunks:
@@ -194,7 +196,7 @@ class AdamW(torch.optim.Optimizer):
         self.check_hyperparameters(hyperparameters)
         for group, values in zip(self.param_groups, hyperparameters, strict=True):
             values = {k: v for k, v in values.items() if k != "params"}
-            group.update({k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+            group.update({k: _as_before(group.get(k), v) for k, v in values.items()})
         self._step = num_steps
         self._backend.state_replaced(self._backend.units)
 
@@ -222,7 +224,7 @@ class AdamW(torch.optim.Optimizer):
             return 1.0
         return min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
 
-    def _scalars(self, grad_scale: float = 1.0) -> list[AdamWScalars]:
+    def _scalars(self, step: int, grad_scale: float) -> list[AdamWScalars]:
         return [
             AdamWScalars.of(
                 lr=float(group["lr"]),
@@ -230,7 +232,7 @@ class AdamW(torch.optim.Optimizer):
                 beta2=group["betas"][1],
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
-                step=self._step,
+                step=step,
                 grad_scale=grad_scale,
             )
             for group in self.param_groups
@@ -263,12 +265,11 @@ class AdamW(torch.optim.Optimizer):
         on_read: Callable[[Fence | None], None] | None,
     ) -> None:
         """Queue an update while the backward still runs."""
-        if not self._updated_chunks:
-            self._step += 1
+        step = self._step if self._updated_chunks else self._step + 1
+        scalars = self._scalars(step, self._clip)
+        self._step = step
         self._updated_chunks.add(chunk.key)
-        self._backend.queue(
-            [self._update(chunk, self._scalars(self._clip), gradient, after, on_read)]
-        )
+        self._backend.queue([self._update(chunk, scalars, gradient, after, on_read)])
 
     @property
     def _takes_two_passes(self) -> bool:
@@ -373,7 +374,11 @@ class AdamW(torch.optim.Optimizer):
         return segments
 
     def _show_state(self) -> None:
-        """Fill ``self.state`` with views, as users of torch's optimizers expect to find it."""
+        """Fill ``self.state`` with views, as users of torch's optimizers expect to find it.
+
+        Each has a storage of its own: torch.save writes whole storages, and refuses one that holds
+        several types.
+        """
         in_groups = {id(p) for group in self.param_groups for p in group["params"]}
         for unit in self._backend.units:
             state = self._backend.states[unit.index]
@@ -384,8 +389,16 @@ class AdamW(torch.optim.Optimizer):
                 entry: dict[str, Any] = {"step": torch.tensor(0.0)}
                 for kind, tensor in state.named():
                     cut = tensor[field.offset // kind.per : -(-field.end // kind.per)]
-                    entry[kind.name] = cut.view(field.shape) if kind.per == 1 else cut
+                    shape = field.shape if kind.per == 1 else cut.shape
+                    entry[kind.name] = separate(cut, shape)
                 self.state[parameter] = entry
+
+
+def _as_before(before: Any, value: Any) -> Any:
+    """Return a plain value in the type that a group has: schedulers compute in that of lr."""
+    if isinstance(before, Tensor):
+        return torch.full_like(before, value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _ok(square: float) -> bool:

@@ -13,17 +13,11 @@ import torch
 from torch import Tensor
 
 from outcore.errors import OutcoreError
+from outcore.optim.device_state import DeviceRoom, DeviceState
 from outcore.optim.disk_updater import DiskUpdater, num_staging_buffers
 from outcore.optim.gradient_sinks import PassingSink, WaitingSink
 from outcore.optim.gradients import Gradients
 from outcore.optim.host_updater import HostUpdater
-from outcore.optim.lodgers import (
-    Lodgers,
-    Scheduled,
-    fitting_lodgers,
-    lodger_bytes,
-    urgent_chunks,
-)
 from outcore.optim.state import (
     UnitState,
     build_on_device,
@@ -40,16 +34,13 @@ from outcore.optim.updates import (
     UpdateQueue,
     chunks_of,
 )
-from outcore.optim.visitor import Visitor, visit_bytes
 from outcore.store.ledger import Ledger
 from outcore.stream.disk_tensors import DiskShape, DiskTensors
 from outcore.stream.lanes import Fence, Lane
 from outcore.stream.unit import Unit
 
 MAX_CHUNK_ELEMENTS = 1 << 25
-NUM_HELPING = 2  # one visit comes while the other goes
 BUILT_ON_DEVICE = ("optimizer state", "gradients", "gradient buffers")  # and there to stay
-DEVICE_STATE = ("lodged state", "state visits")  # purposes in the device's books
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +83,17 @@ class OptimizerBackend:
         self.units = [unit for unit in units if unit.layout.trainable_numel]
         self.states: dict[int, UnitState] = {}
         self.gradients: Gradients | None = None
-        self.num_visits = 0
         self._placement = placement
         self._device = device
         self._host_ledger = host_ledger
         self._device_ledger = device_ledger
         self._prefetch = prefetch
-        self._spare_device_bytes = spare_device_bytes
-        self._wanted_device_bytes = wanted_device_bytes
-        self._before_settling = before_settling
+        self._room = DeviceRoom(
+            ledger=device_ledger,
+            spare_bytes=spare_device_bytes,
+            wanted_bytes=wanted_device_bytes,
+            before_settling=before_settling,
+        )
         self._make_disk = make_disk
         self._pin = device.type == "cuda"
         self._waiting: WaitingSink | None = None
@@ -108,9 +101,7 @@ class OptimizerBackend:
         self._queue: UpdateQueue | None = None
         self._lanes: list[Lane] = []
         self._host: HostUpdater | None = None
-        self._visitor: Visitor | None = None
-        self._lodgers: Lodgers | None = None
-        self._has_settled = False
+        self._device_state: DeviceState | None = None
         self._disk: DiskTensors | None = None
         self._disk_updater: DiskUpdater | None = None
         self._readers = StateReaders()
@@ -159,7 +150,8 @@ class OptimizerBackend:
                 lane.close()
             for unit, remainder in zip(self.units, remainders, strict=True):
                 unit.remainder = remainder
-            self.states, self._lanes, self._waiting = {}, [], None
+            self.states, self._lanes = {}, []
+            self._waiting = self._passing = None
             raise
 
     def _build(
@@ -223,9 +215,22 @@ class OptimizerBackend:
         )
         if any(unit.is_on_disk for unit in self.units):
             self._disk_updater = DiskUpdater(refresh=refresh)
-        if any(unit.state_home == "host" and not unit.is_on_disk for unit in self.units):
+        on_queue = [
+            (chunk, self.states[chunk.unit.index])
+            for chunk in self.chunks
+            if chunk.unit.state_home == "host" and not chunk.unit.is_on_disk
+        ]
+        if on_queue:
             self._queue = UpdateQueue()
             self._host = HostUpdater(self._queue, refresh=refresh)
+            self._device_state = DeviceState(
+                self._queue,
+                on_queue,
+                num_visits=self._placement.num_visits,
+                device=self._device,
+                gradient_dtype=wire_dtype,
+                room=self._room,
+            )
 
     def has_gradient(self, chunk: Chunk) -> bool:
         assert self._waiting is not None
@@ -257,8 +262,6 @@ class OptimizerBackend:
 
     def queue(self, updates: list[ChunkUpdate]) -> None:
         """Hand updates over; units whose weights they change are marked before anyone starts."""
-        if self._waiting is not None:
-            self._settle_once()
         left = list(updates)
         try:
             for update in updates:
@@ -288,9 +291,7 @@ class OptimizerBackend:
             elif unit.is_on_disk:
                 assert self._disk_updater is not None
                 self._disk_updater.push([update])
-            elif self._lodgers is not None and update.chunk in self._lodgers:
-                self._lodgers.update(update)
-            else:
+            elif self._device_state is None or not self._device_state.update(update):
                 on_host.append(update)
                 continue
             left.remove(update)
@@ -299,9 +300,14 @@ class OptimizerBackend:
             self._queue.push(on_host)
             left.clear()
 
+    def settle_once(self) -> None:
+        """Bring state to the device as far as it has room, after a first whole step."""
+        if self._device_state is not None:
+            self._device_state.settle_once()
+
     def begin_forward(self) -> None:
         """Say that all updates of this step have been queued, in passing mode."""
-        self._settle_once()
+        self.settle_once()
         self._prefetch()
 
     def clear_gradients(self) -> None:
@@ -317,8 +323,8 @@ class OptimizerBackend:
         for these, a forward does not. The calling thread is the one that calls ``step()``.
         """
         after = [*self._readers.last_updates(unit), self.compute_fence()]
-        if self._lodgers is not None:
-            after += self._lodgers.send_home(unit)
+        if self._device_state is not None:
+            after += self._device_state.send_home(unit)
         self._readers.read(unit, read(self.states[unit.index], after))
 
     def synchronize(self) -> None:
@@ -328,20 +334,27 @@ class OptimizerBackend:
             self._queue.synchronize()
         if self._disk_updater is not None:
             self._disk_updater.synchronize()
-        if self._lodgers is not None:
-            self._lodgers.bring_home()
+        if self._device_state is not None:
+            self._device_state.bring_home()
         for unit in self.units:
             unit.block_until_updated()
 
     @property
     def num_updated(self) -> dict[str, int]:
         """Elements updated so far, by updater."""
+        on_device = {"visiting": 0, "lodged": 0}
+        if self._device_state is not None:
+            on_device = self._device_state.num_updated
         return {
             "host": self._host.num_updated if self._host is not None else 0,
-            "visiting": self._visitor.num_updated if self._visitor is not None else 0,
-            "lodged": self._lodgers.num_updated if self._lodgers is not None else 0,
+            **on_device,
             "disk": self._disk_updater.num_updated if self._disk_updater is not None else 0,
         }
+
+    @property
+    def num_visits(self) -> int:
+        """Chunks that have buffers on the device."""
+        return self._device_state.num_visits if self._device_state is not None else 0
 
     @property
     def host_busy_s(self) -> float:
@@ -357,8 +370,8 @@ class OptimizerBackend:
                 for tensor in self.states[unit.index].on_disk:
                     if tensor is not None and tensor is not unit.disk_weight:
                         tensor.rewrite()
-        if self._lodgers is not None:
-            self._lodgers.forget()
+        if self._device_state is not None:
+            self._device_state.homes_written()
 
     def check_alive(self) -> None:
         if self.gradients is None:
@@ -375,91 +388,12 @@ class OptimizerBackend:
             lane.close()
         if self._host is not None:
             self._host.join()
-        if self._visitor is not None:
-            self._visitor.join()
-        if self._lodgers is not None:
-            self._lodgers.close()
+        if self._device_state is not None:
+            self._device_state.close()
         self.gradients = None
 
     def _direct_gradient(self, chunk: Chunk) -> tuple[Tensor, list[Fence]] | None:
-        return self._lodgers.gradient_buffer(chunk) if self._lodgers is not None else None
-
-    def _settle_once(self) -> None:
-        """Bring state to the device after a first whole step, when the device's peak is known."""
-        if self._has_settled or self._queue is None:
-            return
-        self._has_settled = True
-        self._before_settling()
-        schedule = [
-            (chunk, self.states[chunk.unit.index])
-            for chunk in self.chunks
-            if chunk.unit.state_home == "host" and not chunk.unit.is_on_disk
-        ]
-        num_visits = self._placement.num_visits
-        if num_visits is None:
-            num_visits = self._fitting_visits(schedule)
-        if num_visits == 0:
-            return
-        # An explicit number may ask for more than the schedule has; the rest would stay empty.
-        num_helping = min(NUM_HELPING, num_visits - 1)
-        lodged = schedule[: num_visits - num_helping]
-        largest = max(schedule, key=lambda scheduled: scheduled[0].numel)
-        sizes = self._device_state_bytes(lodged, largest, num_helping)
-        for purpose, num_bytes in zip(DEVICE_STATE, sizes, strict=True):
-            self._device_ledger.take(
-                purpose, num_bytes, remedy="Use a larger device_memory or fewer visits."
-            )
-        try:
-            self._settle(lodged, largest, num_helping)
-        except torch.OutOfMemoryError:  # fragments: they save time, and nothing needs them
-            if self._lodgers is not None:
-                self._lodgers.close()  # its copies must land before their memory is used again
-            self._lodgers = None
-            for purpose, num_bytes in zip(DEVICE_STATE, sizes, strict=True):
-                self._device_ledger.give_back(purpose, num_bytes)
-            return
-        self.num_visits = len(lodged) + num_helping
-
-    def _settle(self, lodged: Sequence[Scheduled], largest: Scheduled, num_helping: int) -> None:
-        assert self._queue is not None
-        wire_dtype = self._placement.wire_dtype
-        last_updates = [self._queue.last_update(chunk) for chunk, _ in lodged]
-        lodgers = Lodgers(lodged, last_updates, device=self._device, gradient_dtype=wire_dtype)
-        self._lodgers = lodgers
-        if num_helping:
-            self._visitor = Visitor(
-                self._queue,
-                num_visits=num_helping,
-                like=largest[1],
-                numel=largest[0].numel,
-                device=self._device,
-                gradient_dtype=wire_dtype,
-            )
-
-    def _fitting_visits(self, schedule: Sequence[Scheduled]) -> int:
-        """Return how many chunks get buffers: to help the host, then for all that is urgent.
-
-        What nobody else wants of the device is for as much of the rest as it holds.
-        """
-        if self._device.type != "cuda" or not schedule:
-            return 0
-        largest = max(schedule, key=lambda scheduled: scheduled[0].numel)
-        room = self._spare_device_bytes() - sum(self._device_state_bytes((), largest, NUM_HELPING))
-        num_lodged = fitting_lodgers(
-            [lodger_bytes(c, s, self._placement.wire_dtype) for c, s in schedule],
-            num_urgent=urgent_chunks(schedule),
-            room_bytes=room,
-            unwanted_bytes=room - self._wanted_device_bytes(),
-        )
-        return num_lodged + NUM_HELPING if num_lodged else 0
-
-    def _device_state_bytes(
-        self, lodged: Sequence[Scheduled], largest: Scheduled, num_helping: int
-    ) -> tuple[int, int]:
-        """Return the bytes of each purpose of DEVICE_STATE."""
-        dtype = self._placement.wire_dtype
-        each = visit_bytes(largest[1], largest[0].numel, dtype)
-        return sum(lodger_bytes(c, s, dtype) for c, s in lodged), num_helping * each
+        return None if self._device_state is None else self._device_state.gradient_buffer(chunk)
 
     def _update_on_device(self, update: ChunkUpdate) -> None:
         """Run an update whose state is on the device, in the order of the compute stream."""

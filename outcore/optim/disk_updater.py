@@ -23,6 +23,9 @@ from outcore.stream.recording import recorded
 
 NUM_AHEAD = 2  # chunks that are read ahead of the one that is updated
 
+Fetched = tuple[DiskTensor, Tensor, Fence]
+"""A tensor, its piece in staging, and the fence behind which that holds it."""
+
 
 def num_staging_buffers(num_tensors: int) -> int:
     """Return the buffers of a file with ``num_tensors`` a chunk: read ahead, updated, written."""
@@ -41,7 +44,7 @@ class _Staged:
     update: ChunkUpdate
     piece: int
     tensors: list[Tensor]  # UnitState.tensors() cut to the chunk; those on disk are in staging
-    fetched: list[tuple[DiskTensor, Tensor, Fence]]
+    fetched: list[Fetched]
 
 
 class DiskUpdater:
@@ -106,7 +109,7 @@ class DiskUpdater:
     def _give_up(self, ahead: deque[_Staged]) -> None:
         error = OutcoreError("the optimizer was closed before this update")
         for staged in ahead:
-            _release(staged)
+            _release(staged.fetched)
             staged.update.fail(error)
         while not self._queue.empty():
             update = self._queue.get()
@@ -124,7 +127,7 @@ class DiskUpdater:
             with recorded("host cores", update.label):
                 update.apply(staged.tensors, update.gradient())
         except BaseException as error:
-            _release(staged)
+            _release(staged.fetched)
             update.fail(error)
             return
         update.gradient_read(None)
@@ -160,18 +163,23 @@ def _stage(update: ChunkUpdate) -> _Staged:
     chunk = update.chunk
     piece, offset = divmod(chunk.start, chunk.unit.piece_numel(MAX_PIECE_ELEMENTS))
     assert offset == 0, "a chunk is one piece"
-    tensors, fetched = update.home_tensors(), []
-    for i, tensor in enumerate(update.state.on_disk):
-        if tensor is not None:
-            tensors[i], here = tensor.fetch(piece)
-            fetched.append((tensor, tensors[i], here))
+    tensors = update.home_tensors()
+    fetched: list[Fetched] = []
+    try:
+        for i, tensor in enumerate(update.state.on_disk):
+            if tensor is not None:
+                tensors[i], here = tensor.fetch(piece)
+                fetched.append((tensor, tensors[i], here))
+    except BaseException:
+        _release(fetched)
+        raise
     # A piece of weights may have frozen ones behind.
     tensors = update.state.format.cut(tensors, 0, chunk.numel)
     return _Staged(update=update, piece=piece, tensors=tensors, fetched=fetched)
 
 
-def _release(staged: _Staged) -> None:
-    for tensor, values, _ in staged.fetched:
+def _release(fetched: Sequence[Fetched]) -> None:
+    for tensor, values, _ in fetched:
         tensor.release(values, [])
 
 

@@ -7,7 +7,6 @@ whose state is visiting the device takes its gradient there directly.
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -15,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from outcore.optim.gradient_ring import GradientRing
 from outcore.optim.updates import Chunk
 from outcore.store.host_arena import HostArena, aligned_bytes
 from outcore.store.ledger import Ledger
@@ -149,7 +149,7 @@ class PassingSink:
         self._check = check
         self._direct = direct
         self._chunks = _by_unit(chunks)
-        self._ring: queue.SimpleQueue[tuple[Tensor, Fence | None]] = queue.SimpleQueue()
+        self._ring = GradientRing(())
         numel = max((c.numel for c in chunks if c.unit.state_home != "device"), default=0)
         if numel == 0:
             return
@@ -159,8 +159,7 @@ class PassingSink:
             ledger=host_ledger,
             pin=pin,
         )
-        for _ in range(RING_BUFFERS):
-            self._ring.put((arena.span(numel, wire_dtype), None))
+        self._ring = GradientRing(arena.span(numel, wire_dtype) for _ in range(RING_BUFFERS))
 
     def deliver(self, unit: Unit, start: int, wire: Tensor, ready: Fence) -> Fence:
         for chunk in self._chunks[unit.index]:
@@ -187,24 +186,23 @@ class PassingSink:
         return None  # the optimizer refuses a second gradient before it gets here
 
     def _through_ring(self, chunk: Chunk, wire: Tensor, ready: Fence) -> Fence:
-        held: list[Tensor] = []
+        loan, arrived = self._ring.loan(), Fence()
 
         def copy() -> None:
-            buffer, free = self._ring.get()
-            held.append(buffer)  # goes back to the ring even if what follows fails
-            if free is not None:
-                free.block()
-            target = buffer[: wire.numel()]
-            target.copy_(wire, non_blocking=True)
-            _hold(wire, self._copy_out)
+            buffer = loan.take()
+            if buffer is not None:
+                buffer[: wire.numel()].copy_(wire, non_blocking=True)
+                _hold(wire, self._copy_out)
 
-        arrived = self._copy_out.submit(copy, after=[ready], label=f"gradient {chunk.unit.name}")
-        self._submit(
-            chunk,
-            lambda: held[0][: chunk.numel],
-            [arrived],
-            lambda fence: self._ring.put((held[0], fence)) if held else None,
-        )
+        try:
+            # The update first: one that is refused has borrowed nothing.
+            self._submit(chunk, lambda: loan.buffer[: chunk.numel], [arrived], loan.give_back)
+            label = f"gradient {chunk.unit.name}"
+            self._copy_out.submit(copy, after=[ready], fence=arrived, label=label)
+        except BaseException as error:  # whoever has the update must not wait for its gradient
+            arrived.error = error
+            arrived.mark_issued()
+            raise
         return arrived
 
 

@@ -7,6 +7,7 @@ where each group lists the ids of its parameters. A parameter without an entry h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,7 @@ def check_saved_state(
     copies = [
         copy
         for key, parameter in zip(ids, parameters, strict=True)
-        for copy in _copies(key, entries.get(key), targets[parameter])
+        for copy in _copies(key, entries.get(key), targets.get(parameter, {}))
     ]
     return SavedState(step=_step(entries), groups=groups, copies=copies)
 
@@ -86,7 +87,8 @@ def _groups(
             f"param groups of the optimizer state have {sizes[0]} parameters, this optimizer's "
             f"have {sizes[1]}"
         )
-    values = [{k: v for k, v in group.items() if k != "params"} for group in theirs]
+    # Copies: schedulers write into an lr that is a tensor.
+    values = [{k: deepcopy(v) for k, v in group.items() if k != "params"} for group in theirs]
     return values, [key for group in theirs for key in group["params"]]
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from outcore.model_spec import ModelSpec
-from outcore.optim.backend import MAX_CHUNK_ELEMENTS, NUM_HELPING
+from outcore.optim.backend import MAX_CHUNK_ELEMENTS
+from outcore.optim.device_state import NUM_HELPING
 from outcore.optim.disk_updater import num_staging_buffers, num_weight_buffers
 from outcore.optim.updates import MAX_PIECE_ELEMENTS
 from outcore.planning.plan import BlockPlan, Job, Tier

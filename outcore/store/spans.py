@@ -68,7 +68,8 @@ class SpanLayout:
 
     @property
     def trainable(self) -> tuple[Field, ...]:
-        return tuple(field for field in self.fields if field.trainable)
+        """The fields that have a gradient and state; a parameter without elements has neither."""
+        return tuple(field for field in self.fields if field.trainable and field.numel)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Return each field as a view of ``flat``, which holds the whole span."""

@@ -108,9 +108,13 @@ class DiskTensor:
         for piece in range(self.shape.num_pieces):
             start, end = self.shape.bounds(piece)
             buffer, free = self._file.blank(self._first + piece)
-            free.block()
-            self._typed(buffer, piece).copy_(values[start:end])
-            self._file.store(self._first + piece, self._typed(buffer, piece), []).block()
+            try:
+                free.block()
+                self._typed(buffer, piece).copy_(values[start:end])
+            except BaseException:  # Ctrl-C, say: the buffer goes back
+                self._file.release(buffer, [])
+                raise
+            self._file.store(self._first + piece, buffer, []).block()
 
     def rewrite(self) -> None:
         """Take over what was written to ``mapped``; blocks."""

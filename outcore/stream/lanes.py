@@ -79,7 +79,8 @@ class Fence:
     def _wait_issued(self) -> None:
         self._issued.wait()
         if self.error is not None:
-            raise LaneError(f"background work failed: {self.error}") from self.error
+            what = str(self.error) or type(self.error).__name__  # Ctrl-C has no text
+            raise LaneError(f"background work failed: {what}") from self.error
 
 
 class Lane:

@@ -237,9 +237,11 @@ class Counting(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.register_buffer("seen", torch.zeros(4))
+        self.register_buffer("turned", torch.arange(6.0).view(2, 3).t())
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen += 1
+        self.turned += 1
         return x + self.linear(x)
 
 
@@ -283,11 +285,31 @@ def test_buffers_are_those_of_the_moment(tmp_path: Path) -> None:
         for _ in range(3):
             step()
             it.begin({"seen": float(model[1][0].seen[0])})
+            turned = model[1][0].turned.clone()
             step()
     seen = float(model[1][0].seen[0])
     resumed = run_state.load(folder, model, optimizer)
     assert resumed is not None
     assert float(model[1][0].seen[0]) == resumed.values["seen"] < seen
+    assert not model[1][0].turned.is_contiguous()
+    assert torch.equal(model[1][0].turned, turned)
+
+
+def test_where_no_thread_can_be_started_the_next_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    model, optimizer = counting_model()
+    folder = CheckpointFolder(tmp_path)
+    with AsyncCheckpoints(folder, model, optimizer) as it:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="start new thread"):
+                it.begin({})
+        it.begin({})
+    assert folder.steps() == [0]
 
 
 def test_reading_and_writing_state_waits_for_the_copy(tmp_path: Path) -> None:

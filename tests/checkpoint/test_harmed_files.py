@@ -134,6 +134,14 @@ def tensor(body: dict[str, Any], index: int = 1) -> dict[str, Any]:
     return first(body)["tensors"][index]
 
 
+def add_empty_random(body: dict[str, Any]) -> None:
+    """Add a tensor without a byte, of a shape that no memory could be taken for."""
+    (file,) = (f for f in body["files"] if "random" in f["name"])
+    place = {"offset": file["num_bytes"], "num_bytes": 0, "num_pages": 0, "checksum": 0}
+    shape = [0, 2**60, 2**60]
+    file["tensors"].append({"name": "cuda.7", "dtype": "U8", "shape": shape, **place})
+
+
 CHANGES: dict[str, Change] = {
     "name above": lambda b: first(b).update(name="../secret.safetensors"),
     "name far above": lambda b: first(b).update(name="../../../../etc/passwd"),
@@ -158,6 +166,7 @@ CHANGES: dict[str, Change] = {
     "fewer bytes": lambda b: tensor(b).update(num_bytes=1),
     "pages of 2^50": lambda b: tensor(b).update(num_pages=2**50),
     "huge shape": lambda b: tensor(b).update(shape=[2**40, 2**40]),
+    "huge shape without a byte": add_empty_random,
     "negative shape": lambda b: tensor(b).update(shape=[-1, -4]),
     "shape of 4000": lambda b: tensor(b).update(shape=[1] * 4000),
     "shape that is none": lambda b: tensor(b).update(shape="3"),

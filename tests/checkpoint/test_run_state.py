@@ -163,3 +163,24 @@ def test_frozen_weights_are_not_in_it_but_are_recognized(tmp_path: Path) -> None
     stranger, its_optimizer = lora_run(seed=5)
     with pytest.raises(StoreError, match="other frozen weights"):
         run_state.load(folder, stranger, its_optimizer)
+
+
+def test_an_lr_that_is_a_tensor_goes_on_as_one(tmp_path: Path) -> None:
+    """A scheduler that multiplies it rounds to the tensor's type."""
+
+    def start() -> Run:
+        run = Run(tmp_path, weights="host", state="host")
+        run.optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
+        run.schedule = torch.optim.lr_scheduler.ExponentialLR(run.optimizer, 0.9)
+        return run
+
+    first = start()
+    first.train(2)
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    first.save(folder)
+    first.train(3)
+    second = start()
+    assert second.load(folder) == 2
+    assert isinstance(second.optimizer.param_groups[0]["lr"], torch.Tensor)
+    second.train(3)
+    assert_same(second.tensors(), first.tensors())

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import outcore
 from outcore.engine import disk_tier
 from outcore.errors import LaneError, StoreError
-from outcore.stream.disk_tensors import PIECE_ALIGN
+from outcore.stream.disk_tensors import PIECE_ALIGN, DiskTensor
 from outcore.stream.lanes import injected_delays
 from outcore.stream.unit import Unit
 
@@ -267,6 +267,35 @@ def test_a_few_resident_blocks_do_not_run_out_of_staging(disk: Path) -> None:
     outcore.release(model)
 
 
+def test_an_update_that_cannot_be_read_whole_keeps_no_staging_buffer(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(disk, state="disk")
+    optimizer = outcore.AdamW(model, lr=1e-2)
+    train(model, optimizer, range(1))
+    outcore.synchronize(model)
+    fetch, fetched = DiskTensor.fetch, []
+
+    def fetch_every_other(self: DiskTensor, piece: int) -> Any:
+        fetched.append(piece)
+        if len(fetched) % 2 == 0:
+            raise LaneError("no second moment")
+        return fetch(self, piece)
+
+    loss_of(model, 1).backward()
+    monkeypatch.setattr(DiskTensor, "fetch", fetch_every_other)
+    optimizer.step()
+    for unit in outcore.engine_of(model).backend.units:
+        if unit.part.is_block:
+            with pytest.raises(LaneError, match="no second moment"):
+                unit.block_until_updated()
+    scratch = outcore.engine_of(model).backend._disk
+    assert scratch is not None
+    staging = scratch._lanes._staging
+    assert len(staging._free) == staging.num_buffers
+    outcore.engine_of(model).close()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("weights", ["host", "device", "disk"])
 def test_parameters_written_before_the_first_forward_count(
@@ -309,7 +338,7 @@ def test_an_optimizer_that_could_not_start_leaves_room_for_another(
         patched.setattr("outcore.optim.backend.Gradients", refuse)
         before = [ledger.taken_bytes for ledger in ledgers]
         with pytest.raises(outcore.OutOfBudget):
-            outcore.AdamW(model)
+            outcore.AdamW(model, update_during_backward=True)
     assert engine.device_ledger.taken_bytes == before[0]
     assert engine.disk.ledger.taken_bytes == before[2]
     optimizer = outcore.AdamW(model, lr=1e-2)

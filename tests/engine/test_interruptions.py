@@ -126,7 +126,7 @@ def test_an_interrupt_while_updates_are_queued_leaves_nobody_waiting(
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     assert all(f.is_issued for unit in outcore.engine_of(model).units for f in unit.pending)
-    with pytest.raises(LaneError, match="background work failed"):
+    with pytest.raises(LaneError, match="background work failed: KeyboardInterrupt"):
         model(**batch_of())
 
 

@@ -451,3 +451,44 @@ def test_state_that_does_not_fit_leaves_the_model_free_for_another_optimizer() -
     assert outcore.engine_of(model).host_ledger.taken_bytes == taken
     with torch.no_grad():
         model(**batch_of())
+
+
+@pytest.mark.parametrize("passing", [False, True])
+def test_a_refused_step_does_not_count(passing: bool) -> None:
+    def run(refused: bool) -> dict[str, Tensor]:
+        model = offloaded(LLAMA.make())
+        optimizer = outcore.AdamW(model, lr=LR, update_during_backward=passing)
+        group = optimizer.param_groups[0]
+        if refused:
+            group["betas"] = (0.9, 1.0)
+            with pytest.raises(ValueError, match="beta2"):
+                train(model, optimizer, range(1))
+            assert optimizer.num_steps == 0
+            optimizer.zero_grad()
+        group["betas"] = BETAS
+        train(model, optimizer, range(2))
+        assert optimizer.num_steps == 2
+        return weights_of(model)
+
+    assert_equal(run(True), run(False))
+
+
+def test_visits_that_do_not_fit_are_refused_and_nothing_changes() -> None:
+    model = offloaded(LLAMA.make(), num_visits=0)
+    train(model, outcore.AdamW(model, lr=LR), range(1))
+    peak = outcore.engine_of(model).device_ledger.peak_bytes
+    room = 40_000  # for what lodges, and not for the visits
+    model = offloaded(LLAMA.make(), num_visits=3, device_memory=peak + room)
+    optimizer = outcore.AdamW(model, lr=LR)
+    before = outcore.engine_of(model).device_ledger.taken_bytes
+    with pytest.raises(outcore.OutOfBudget, match="state visits"):
+        train(model, optimizer, range(1))
+    assert optimizer.num_steps == 0
+    assert outcore.engine_of(model).device_ledger.taken_bytes == before
+
+
+def test_an_lr_that_is_a_tensor_belongs_to_one_optimizer() -> None:
+    first, second = (outcore.AdamW(offloaded(LLAMA.make()), lr=torch.tensor(LR)) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    second.param_groups[0]["lr"].fill_(0.5)  # as torch's schedulers do
+    assert float(first.param_groups[0]["lr"]) == pytest.approx(LR)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -245,3 +246,29 @@ def test_a_malformed_state_names_what_is_wrong_and_changes_nothing(
     for index, entry in before["state"].items():
         for name, value in entry.items():
             assert torch.equal(value, after["state"][index][name]), (index, name)
+
+
+@pytest.mark.parametrize("format", ["fp32", "compact", "minimal"])
+@pytest.mark.parametrize("weights", ["host", "device", "disk"])
+@pytest.mark.parametrize("state", ["host", "device", "disk"])
+def test_torch_saves_the_state_and_no_more(
+    tmp_path: Path, weights: str, state: str, format: str
+) -> None:
+    """Remainders and moments lie in one arena or file, in several types."""
+    if (weights, state) == ("disk", "device"):
+        pytest.skip("is refused")
+    model = outcore.offload(
+        LLAMA.make().to(torch.bfloat16),
+        device="cpu",
+        dtype=torch.bfloat16,
+        weights=weights,
+        state=state,
+        state_format=format,
+        disk=str(tmp_path),
+    )
+    saved = outcore.AdamW(model, lr=LR).state_dict()
+    tensors = [tensor for entry in saved["state"].values() for tensor in entry.values()]
+    torch.save(saved, tmp_path / "optimizer.pt")
+    size = (tmp_path / "optimizer.pt").stat().st_size
+    assert size < sum(tensor.nbytes for tensor in tensors) + 1024 * len(tensors)
+    outcore.release(model)

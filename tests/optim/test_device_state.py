@@ -39,9 +39,10 @@ def loss_of(model: Any, seed: int) -> Tensor:
 
 
 def lodgers_of(model: Any) -> Lodgers:
-    lodgers = outcore.engine_of(model).backend._lodgers
-    assert lodgers is not None
-    return lodgers
+    state = outcore.engine_of(model).backend._device_state
+    assert state is not None
+    assert state.lodgers is not None
+    return state.lodgers
 
 
 @pytest.fixture
@@ -232,7 +233,7 @@ def test_state_that_finds_no_room_on_the_device_leaves_nothing_there(
         return found
 
     expected = run(num_visits=0)
-    monkeypatch.setattr("outcore.optim.backend.Visitor", no_room)
+    monkeypatch.setattr("outcore.optim.device_state.Visitor", no_room)
     assert not differing(run(num_visits=4), expected)
 
 

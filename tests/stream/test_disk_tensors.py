@@ -141,3 +141,12 @@ def test_past_the_host_a_failed_piece_is_raised_when_all_are_over(
         copy_from_disk(tensor, target, torch.device("cpu"))
     assert bool(target[PIECE_ALIGN : 2 * PIECE_ALIGN].all()), "a piece came after the error"
     disk.close()
+
+
+def test_a_write_that_is_interrupted_keeps_no_buffer(disk: DiskTensors) -> None:
+    tensor = disk.tensors[1]
+    for _ in range(4):  # more often than there are buffers
+        with pytest.raises(RuntimeError, match="size"):
+            tensor.write(torch.ones(7, dtype=torch.bfloat16))
+    tensor.write(torch.ones(1000, dtype=torch.bfloat16))
+    assert bool((tensor.mapped == 1).all())
