@@ -7,6 +7,7 @@ the forward waits, unit by unit, only for what it uses.
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -158,6 +159,10 @@ class AdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, or the state of a ``torch.optim.AdamW``."""
         self.synchronize()
+        state_dict = copy.copy(state_dict)  # hooks may write into it
+        for prepare in self._optimizer_load_state_dict_pre_hooks.values():
+            prepared = prepare(self, state_dict)
+            state_dict = state_dict if prepared is None else prepared
         saved = check_saved_state(state_dict, self.param_groups, self.state)
         for index, group in enumerate(saved.groups):
             try:
@@ -170,6 +175,8 @@ class AdamW(torch.optim.Optimizer):
             group.update(values)
         self._step = saved.step
         self._backend.state_replaced(self._backend.units)
+        for finish in self._optimizer_load_state_dict_post_hooks.values():
+            finish(self)
 
     @property
     def num_steps(self) -> int:

@@ -167,6 +167,24 @@ def test_loading_an_empty_state_forgets_the_old_one() -> None:
     assert all(not entry["exp_avg_sq"].any() for entry in optimizer.state.values())
 
 
+def test_hooks_see_a_state_that_is_loaded() -> None:
+    model = offloaded(LLAMA.make())
+    optimizer = outcore.AdamW(model, lr=LR)
+    train(model, optimizer, range(1))
+    state = copied(optimizer.state_dict())
+    seen = []
+
+    def faster(_: Any, loaded: dict[str, Any]) -> dict[str, Any]:
+        groups = [{**group, "lr": 2 * LR} for group in loaded["param_groups"]]
+        return {**loaded, "param_groups": groups}
+
+    optimizer.register_load_state_dict_pre_hook(faster)
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(o.param_groups[0]["lr"]))
+    optimizer.load_state_dict(state)
+    assert seen == [2 * LR]
+    assert state["param_groups"][0]["lr"] == LR
+
+
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
     model = offloaded(LLAMA.make())
     optimizer = outcore.AdamW(model, lr=LR)
