@@ -24,6 +24,7 @@ from outcore.adapters import with_adapters
 from outcore.blocks import Part, end_module, find_parts, runs_as_block
 from outcore.kernels.packed_format import packed_format
 from outcore.model_config import check_layers, read_config
+from outcore.model_directory import config_directory, is_hub_id
 from outcore.shapes import config_from_dict, shape_config, shape_names
 from outcore.store.packed_spans import is_packable, packed_bytes
 from outcore.store.spans import SpanLayout, aligned_numel
@@ -182,7 +183,9 @@ class ModelSpec:
 def model_spec(
     source: str | Path | PretrainedConfig | Mapping[str, Any], *, adapters: Any = None
 ) -> ModelSpec:
-    """Return the spec of a shape name, a Hugging Face directory, a config, or its plain values.
+    """Return the spec of a shape, a Hugging Face directory or id, a config, or its plain values.
+
+    Of a model on the Hub only config.json is fetched, where the cache does not have it.
 
     adapters: a ``peft.LoraConfig``, for the model with these over a frozen base.
     """
@@ -251,17 +254,38 @@ def _config_of(source: str | Path | PretrainedConfig | Mapping[str, Any]) -> tup
         return config_from_dict(source), str(source.get("model_type"))
     if str(source) in shape_names():
         return shape_config(str(source)), str(source)
-    directory = Path(source)
-    file = directory if directory.is_file() else directory / "config.json"
+    if is_hub_id(source):
+        return _config_of_hub(str(source)), str(source)
+    path = Path(source).expanduser()
+    file = path / "config.json" if path.is_dir() else path
     if file.is_file():
-        name = file.parent.name if file.name == "config.json" else file.stem
+        name = file.absolute().parent.name if file.name == "config.json" else file.stem
         return read_config(file), name
-    close = difflib.get_close_matches(str(source), shape_names(), n=1)
+    if path.is_dir():
+        raise ValueError(f"{source} has no config.json: it is no Hugging Face model directory")
+    close = _close_shapes(str(source))
     raise ValueError(
-        f"{str(source)!r} is neither a directory with a config.json nor a shape"
+        f"{str(source)!r} is neither a Hugging Face directory (with a config.json), nor an id of "
+        "the Hub (org/name), nor a shape"
         + (f": {close[0]}?" if close else ".")
         + f" Shapes: {', '.join(shape_names())}."
     )
+
+
+def _config_of_hub(name: str) -> Any:
+    try:
+        file = config_directory(name) / "config.json"
+    except ValueError as error:
+        close = _close_shapes(name.partition("/")[2])
+        hint = f". The shape {close[0]} needs no download" if close else ""
+        raise ValueError(f"{error}{hint}") from error
+    if not file.is_file():
+        raise ValueError(f"{name} on the Hugging Face Hub has no config.json")
+    return read_config(file)
+
+
+def _close_shapes(name: str) -> list[str]:
+    return difflib.get_close_matches(name.lower(), shape_names(), n=1)
 
 
 def _weight(module: nn.Module | None) -> torch.Tensor | None:

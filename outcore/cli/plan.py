@@ -52,8 +52,8 @@ def plan_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A Hugging Face directory, a config.json, or the name of a shape such as "
-            "qwen2.5-7b. No weights are needed.",
+            help="A Hugging Face directory, an id of the Hub, a config.json, or the name of a "
+            "shape such as qwen2.5-7b. No weights are needed or fetched.",
             show_default=False,
         ),
     ],

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from handmade_plans import GIB, make_machine, make_plan
+from hub_cache import link_snapshot, offline_cache, put_snapshot
 from typer.testing import CliRunner, Result
 
 from outcore.cli import app, planning
@@ -14,6 +15,7 @@ from outcore.errors import DoesNotFit, OutcoreError, UnsupportedModel
 from outcore.machine.machine import Machine
 from outcore.planning.plan import Budgets, Job, Plan
 from outcore.planning.plan_json import read_plan
+from outcore.shapes import shape_dict
 
 MODEL = ["qwen2.5-7b", "--machine", "h200-pcie5"]
 
@@ -315,3 +317,18 @@ def test_frozen_weights_without_adapters_are_a_mistake() -> None:
     result = run_plan(*MODEL, "--frozen-weights", "int4")
     assert result.exit_code == 2
     assert "--frozen-weights: needs --lora RANK" in unwrapped(result.output)
+
+
+def test_an_id_of_the_hub_is_planned_from_its_cached_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = offline_cache(tmp_path / "hub", monkeypatch)
+    blobs = put_snapshot(cache, "some-org/small")
+    (blobs / "config.json").write_text(json.dumps(shape_dict("smollm2-135m")))
+    link_snapshot(blobs)
+    result = run_plan("some-org/small", "--machine", "rtx-4090")
+    assert result.exit_code == 0, result.output
+    assert "some-org/small on rtx-4090" in result.stdout
+    result = run_plan("some-org/another", "--machine", "rtx-4090")
+    assert result.exit_code == 2
+    assert "cannot be had from the Hugging Face Hub: it is not in the cache" in result.output
