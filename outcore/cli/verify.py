@@ -249,11 +249,14 @@ def _run(
     with shown_while_filled(table, console):
         reference = train(make, RESIDENT, job)
         table.resident_done(reference)
-        _say(console, f"resident: {reference.seconds:.1f} s")
+        _say(console, f"{table.progress}, resident: {reference.seconds:.1f} s")
         for comparison in verify(make, job, chosen, reference=reference):
             table.placement_done(comparison)
             verdict = "same bits" if comparison.is_exact else "differs"
-            _say(console, f"{comparison.name}: {verdict}, {comparison.seconds:.1f} s")
+            _say(
+                console,
+                f"{table.progress}, {comparison.name}: {verdict}, {comparison.seconds:.1f} s",
+            )
             report["placements"].append({**asdict(comparison), "is_exact": comparison.is_exact})
         plain = check_against_plain_torch(make, job)
         table.plain_torch_done(plain)
