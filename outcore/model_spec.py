@@ -23,7 +23,7 @@ from transformers.initialization import no_init_weights
 from outcore.adapters import with_adapters
 from outcore.blocks import Part, end_module, find_parts, runs_as_block
 from outcore.kernels.packed_format import packed_format
-from outcore.model_config import check_layers, read_config
+from outcore.model_config import check_layers, first_line, longest_sequence, read_config
 from outcore.model_directory import config_directory, is_hub_id
 from outcore.shapes import config_from_dict, shape_config, shape_names
 from outcore.store.packed_spans import is_packable, packed_bytes
@@ -150,6 +150,7 @@ class ModelSpec:
     vocabulary: int  # rows of the head; 0 without one
     head_parameters: int  # counted also when tied to the embedding
     is_tied: bool
+    longest_sequence: int | None = None  # that it was made for, where its configuration says so
 
     @property
     def num_parameters(self) -> int:
@@ -191,13 +192,22 @@ def model_spec(
     """
     config, name = _config_of(source)
     check_layers(config)
-    # Drawing initial values of a 405B model takes seconds even where nothing is stored.
-    with torch.device("meta"), no_init_weights():
-        model = auto_class(config).from_config(copy.deepcopy(config))
-    model.tie_weights()  # part of the initialization that was left out
+    model = model_without_values(config, name)
     if adapters is not None:
         model = with_adapters(model, adapters)
     return spec_of_model(model, name=name)
+
+
+def model_without_values(config: Any, name: str) -> Any:
+    """Return the model on the meta device; ValueError where its configuration allows none."""
+    try:
+        # Drawing initial values of a 405B model takes seconds even where nothing is stored.
+        with torch.device("meta"), no_init_weights():
+            model = auto_class(config).from_config(copy.deepcopy(config))
+    except Exception as error:  # whatever its class raises about sizes that cannot be
+        raise ValueError(f"{name}: its config makes no model ({first_line(error)})") from error
+    model.tie_weights()  # part of the initialization that was left out
+    return model
 
 
 def spec_of_model(model: nn.Module, *, name: str | None = None) -> ModelSpec:
@@ -226,6 +236,7 @@ def spec_of_model(model: nn.Module, *, name: str | None = None) -> ModelSpec:
         vocabulary=0 if head is None else int(head.shape[0]),
         head_parameters=0 if head is None else head.numel(),
         is_tied=head is not None and head is embedding,
+        longest_sequence=longest_sequence(config),
     )
 
 

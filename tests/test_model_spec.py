@@ -219,3 +219,28 @@ def test_code_beside_a_config_of_the_hub_is_not_run(cache: Path, tmp_path: Path)
 def test_a_directory_without_a_config_is_no_misspelt_shape(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no config\.json: it is no Hugging Face model"):
         model_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": -64}, r"makes no model \(.*negative dimension -64"),
+        (
+            {"hidden_size": "big"},
+            "Validation error for field 'hidden_size': .*expected int, got str",
+        ),
+        ({"hidden_size": 65, "num_attention_heads": 8}, r"hidden size \(65\) is not a multiple"),
+    ],
+)
+def test_a_config_that_makes_no_model_says_what_is_wrong(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    values = {"model_type": "llama", "num_hidden_layers": 2, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises((ValueError, OSError), match=message):
+        model_spec(tmp_path)
+
+
+def test_the_longest_sequence_is_known_where_the_config_has_it() -> None:
+    assert model_spec("smollm2-135m").longest_sequence == 8192
+    assert model_spec(BY_NAME["t5"].config()).longest_sequence is None

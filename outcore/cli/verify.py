@@ -128,7 +128,9 @@ def _find_model(name: str, layers: int | None) -> ModelSource:
     from outcore.verify import find_model
 
     try:
-        return find_model(name, num_layers=layers)
+        source = find_model(name, num_layers=layers)
+        source.num_parameters()  # or its configuration makes no model
+        return source
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint="MODEL") from None
 

@@ -178,3 +178,16 @@ def test_on_a_terminal_the_run_and_the_time_left_are_told(monkeypatch: pytest.Mo
     assert "run 2 of 4, about 47 s left" in shown()
     now_s = 300.0
     assert "run 2 of 4\n" in shown()
+
+
+def test_files_that_make_no_model_are_told(tiny_model: Path, tmp_path: Path) -> None:
+    values = json.loads((tiny_model / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    result = run_verify(str(tmp_path), *QUICK)
+    assert result.exit_code == 2
+    assert f"error: {tmp_path} cannot be loaded (" in result.stderr
+    (tmp_path / "config.json").write_text(json.dumps({**values, "hidden_size": -32}))
+    result = run_verify(str(tmp_path), *QUICK)
+    assert result.exit_code == 2
+    assert "its config makes no model" in unwrapped(result.output)
