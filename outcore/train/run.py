@@ -296,15 +296,18 @@ class _Run:
             self.display.message("no checkpoint to resume from: starting at the beginning")
             return
         values = resumed.values
+        changed = _changed(values["settings"], to_dict(self.settings))
         try:
             self.corpus.training.load_state_dict(values["batches"])
         except ValueError as error:
+            settings = f" Other settings than before: {', '.join(changed)}." if changed else ""
             raise StoreError(
-                f"{self.folder.path} is of a run on other data: {error}", path=self.folder.path
+                f"{self.folder.path} is of a run on other data, or on other batches of it: "
+                f"{error}.{settings}",
+                path=self.folder.path,
             ) from error
         self.step = self.saved_step = values["step"]
         self.best = values["best"]
-        changed = _changed(values["settings"], to_dict(self.settings))
         if changed:
             self.display.message("other settings than before: " + ", ".join(changed))
         self.display.message(f"resumed after step {self.step}")
