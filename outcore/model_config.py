@@ -50,6 +50,22 @@ def check_layers(config: Any) -> None:
         )
 
 
+def longest_sequence(config: Any) -> int | None:
+    """Return how many positions the model was made for, where its configuration says so."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else None
+
+
+def too_long(seq_len: int, longest: int | None) -> str | None:
+    """Return the words for sequences that are longer than the model was made for."""
+    if longest is None or seq_len <= longest:
+        return None
+    return f"sequences of {seq_len:,} tokens, but the model was made for {longest:,}"
+
+
 def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """Return what an error says first; a line that ends with a colon is not yet it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

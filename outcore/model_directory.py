@@ -1,7 +1,8 @@
 """Where a model's files are: in a directory, or in the cache of the Hugging Face Hub.
 
 Only files that Outcore and tokenizers read are fetched: safetensors, JSON and vocabularies, no
-pickles and no code. With HF_HUB_OFFLINE set nothing is fetched, and the cache must have them.
+pickles and no code; for a plan, config.json alone. With HF_HUB_OFFLINE set nothing is fetched, and
+the cache must have them.
 """
 
 from __future__ import annotations
@@ -15,30 +16,66 @@ _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 _UNWANTED = ["*/*", "consolidated*"]
 
 
-def model_directory(name: str | Path) -> Path:
-    """Return the directory of a model, given as a path or as an id of the Hub ("org/name")."""
+def is_hub_id(name: str | Path) -> bool:
+    """Return whether this is an id of the Hub ("org/name") and no path."""
     path = Path(name).expanduser()
     # "models/llama" beside a folder "models" is a path, though it may be mistyped.
-    if path.exists() or path.parent.is_dir() or not _HUB_ID.fullmatch(str(name)):
-        return path
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    is_path = path.exists() or path.parent.is_dir()
+    return not is_path and _HUB_ID.fullmatch(str(name)) is not None
 
-    is_offline = bool(constants.HF_HUB_OFFLINE)
+
+def model_directory(name: str | Path) -> Path:
+    """Return the directory of a model, given as a path or as an id of the Hub ("org/name")."""
+    return _directory(name, _WANTED)
+
+
+def config_directory(name: str | Path) -> Path:
+    """Return the directory of a model's config.json; of the Hub's files no other is fetched."""
+    return _directory(name, ["config.json"])
+
+
+def _directory(name: str | Path, wanted: list[str]) -> Path:
+    if not is_hub_id(name):
+        return Path(name).expanduser()
+    from huggingface_hub import constants, snapshot_download
+
     try:
         found = snapshot_download(
             str(name),
-            allow_patterns=_WANTED,
+            allow_patterns=wanted,
             ignore_patterns=_UNWANTED,
-            local_files_only=is_offline,
+            local_files_only=bool(constants.HF_HUB_OFFLINE),
         )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = (
-            f"it is not in the cache ({constants.HF_HUB_CACHE}), and HF_HUB_OFFLINE is set"
-            if is_offline
-            else str(error).strip().partition("\n")[0]
-        )
+    except Exception as error:  # its client's own, those of a network, and of a proxy
         raise ValueError(
-            f"{name} is no directory, and cannot be had from the Hugging Face Hub: {reason}"
+            f"{name} is no directory, and cannot be had from the Hugging Face Hub: "
+            f"{_reason(str(name), error)}"
         ) from error
     return Path(found)
+
+
+def _reason(name: str, error: Exception) -> str:
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        is_partial = hasattr(error, "snapshot_path")
+        return (
+            f"it is not {'whole ' if is_partial else ''}in the cache ({constants.HF_HUB_CACHE}), "
+            + ("and HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _unreached(error))
+        )
+    if isinstance(error, errors.GatedRepoError):
+        return f"ask for access at https://huggingface.co/{name}, then log in: hf auth login"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "it has no such model, or a private one (hf auth login)"
+    return _first_line(error)
+
+
+def _unreached(error: Exception) -> str:
+    cause = error.__cause__
+    why = f" ({_first_line(cause)})" if isinstance(cause, Exception) else ""
+    return f"and the Hub cannot be reached{why}"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -23,7 +23,8 @@ from transformers.initialization import no_init_weights
 from outcore.adapters import with_adapters
 from outcore.blocks import Part, end_module, find_parts, runs_as_block
 from outcore.kernels.packed_format import packed_format
-from outcore.model_config import check_layers, read_config
+from outcore.model_config import check_layers, first_line, longest_sequence, read_config
+from outcore.model_directory import config_directory, is_hub_id
 from outcore.shapes import config_from_dict, shape_config, shape_names
 from outcore.store.packed_spans import is_packable, packed_bytes
 from outcore.store.spans import SpanLayout, aligned_numel
@@ -149,6 +150,7 @@ class ModelSpec:
     vocabulary: int  # rows of the head; 0 without one
     head_parameters: int  # counted also when tied to the embedding
     is_tied: bool
+    longest_sequence: int | None = None  # that it was made for, where its configuration says so
 
     @property
     def num_parameters(self) -> int:
@@ -182,19 +184,30 @@ class ModelSpec:
 def model_spec(
     source: str | Path | PretrainedConfig | Mapping[str, Any], *, adapters: Any = None
 ) -> ModelSpec:
-    """Return the spec of a shape name, a Hugging Face directory, a config, or its plain values.
+    """Return the spec of a shape, a Hugging Face directory or id, a config, or its plain values.
+
+    Of a model on the Hub only config.json is fetched, where the cache does not have it.
 
     adapters: a ``peft.LoraConfig``, for the model with these over a frozen base.
     """
     config, name = _config_of(source)
     check_layers(config)
-    # Drawing initial values of a 405B model takes seconds even where nothing is stored.
-    with torch.device("meta"), no_init_weights():
-        model = auto_class(config).from_config(copy.deepcopy(config))
-    model.tie_weights()  # part of the initialization that was left out
+    model = model_without_values(config, name)
     if adapters is not None:
         model = with_adapters(model, adapters)
     return spec_of_model(model, name=name)
+
+
+def model_without_values(config: Any, name: str) -> Any:
+    """Return the model on the meta device; ValueError where its configuration allows none."""
+    try:
+        # Drawing initial values of a 405B model takes seconds even where nothing is stored.
+        with torch.device("meta"), no_init_weights():
+            model = auto_class(config).from_config(copy.deepcopy(config))
+    except Exception as error:  # whatever its class raises about sizes that cannot be
+        raise ValueError(f"{name}: its config makes no model ({first_line(error)})") from error
+    model.tie_weights()  # part of the initialization that was left out
+    return model
 
 
 def spec_of_model(model: nn.Module, *, name: str | None = None) -> ModelSpec:
@@ -223,6 +236,7 @@ def spec_of_model(model: nn.Module, *, name: str | None = None) -> ModelSpec:
         vocabulary=0 if head is None else int(head.shape[0]),
         head_parameters=0 if head is None else head.numel(),
         is_tied=head is not None and head is embedding,
+        longest_sequence=longest_sequence(config),
     )
 
 
@@ -251,17 +265,38 @@ def _config_of(source: str | Path | PretrainedConfig | Mapping[str, Any]) -> tup
         return config_from_dict(source), str(source.get("model_type"))
     if str(source) in shape_names():
         return shape_config(str(source)), str(source)
-    directory = Path(source)
-    file = directory if directory.is_file() else directory / "config.json"
+    if is_hub_id(source):
+        return _config_of_hub(str(source)), str(source)
+    path = Path(source).expanduser()
+    file = path / "config.json" if path.is_dir() else path
     if file.is_file():
-        name = file.parent.name if file.name == "config.json" else file.stem
+        name = file.absolute().parent.name if file.name == "config.json" else file.stem
         return read_config(file), name
-    close = difflib.get_close_matches(str(source), shape_names(), n=1)
+    if path.is_dir():
+        raise ValueError(f"{source} has no config.json: it is no Hugging Face model directory")
+    close = _close_shapes(str(source))
     raise ValueError(
-        f"{str(source)!r} is neither a directory with a config.json nor a shape"
+        f"{str(source)!r} is neither a Hugging Face directory (with a config.json), nor an id of "
+        "the Hub (org/name), nor a shape"
         + (f": {close[0]}?" if close else ".")
         + f" Shapes: {', '.join(shape_names())}."
     )
+
+
+def _config_of_hub(name: str) -> Any:
+    try:
+        file = config_directory(name) / "config.json"
+    except ValueError as error:
+        close = _close_shapes(name.partition("/")[2])
+        hint = f". The shape {close[0]} needs no download" if close else ""
+        raise ValueError(f"{error}{hint}") from error
+    if not file.is_file():
+        raise ValueError(f"{name} on the Hugging Face Hub has no config.json")
+    return read_config(file)
+
+
+def _close_shapes(name: str) -> list[str]:
+    return difflib.get_close_matches(name.lower(), shape_names(), n=1)
 
 
 def _weight(module: nn.Module | None) -> torch.Tensor | None:

@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+from hub_cache import link_snapshot, offline_cache, put_snapshot
+from huggingface_hub import constants
 from torch.utils.flop_counter import FlopCounterMode
 
 from outcore.blocks import find_parts
@@ -118,7 +121,7 @@ def test_a_directory_a_config_and_its_values_give_one_spec(tmp_path: Path) -> No
     assert model_spec(str(tmp_path)).edges == by_config.edges
     assert model_spec(shape_dict("qwen3-0.6b")).blocks == by_config.blocks
     assert model_spec("qwen3-0.6b").num_parameters == by_config.num_parameters
-    with pytest.raises(ValueError, match="neither a directory"):
+    with pytest.raises(ValueError, match="neither a Hugging Face directory"):
         model_spec("no-such-model")
 
 
@@ -164,3 +167,80 @@ def test_a_config_of_absurdly_many_layers_is_refused_at_once() -> None:
     config = shape_config("smollm2-135m", num_hidden_layers=10**9)
     with pytest.raises(ValueError, match="num_hidden_layers is 1,000,000,000"):
         model_spec(config)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return offline_cache(tmp_path / "hub", monkeypatch)
+
+
+def test_a_cached_config_of_the_hub_is_enough(cache: Path) -> None:
+    blobs = put_snapshot(cache, "some-org/Small-7B.v1")
+    (blobs / "config.json").write_text(json.dumps(shape_dict("smollm2-135m")))
+    link_snapshot(blobs)
+    spec = model_spec("some-org/Small-7B.v1")
+    assert spec.name == "some-org/Small-7B.v1"
+    assert spec.blocks == model_spec("smollm2-135m").blocks
+
+
+def test_of_the_hub_nothing_but_the_config_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def remember(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return "/somewhere"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", remember)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(ValueError, match=r"org/name on the Hugging Face Hub has no config\.json"):
+        model_spec("org/name")
+    assert (asked["name"], asked["allow_patterns"]) == ("org/name", ["config.json"])
+    assert asked["local_files_only"] is False
+
+
+def test_an_id_that_is_not_cached_names_a_shape_that_is_like_it(cache: Path) -> None:
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set") as error:
+        model_spec("Qwen/Qwen2.5-7B-Instruct")
+    assert "The shape qwen2.5-7b needs no download" in str(error.value)
+
+
+def test_code_beside_a_config_of_the_hub_is_not_run(cache: Path, tmp_path: Path) -> None:
+    blobs = put_snapshot(cache, "some-org/own-code")
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\nclass OwnConfig: pass\n"
+    (blobs / "configuration_own.py").write_text(code)
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (blobs / "config.json").write_text(json.dumps(config))
+    link_snapshot(blobs)
+    with pytest.raises(OSError, match=r"config\.json: cannot be used"):
+        model_spec("some-org/own-code")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_directory_without_a_config_is_no_misspelt_shape(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no config\.json: it is no Hugging Face model"):
+        model_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": -64}, r"makes no model \(.*negative dimension -64"),
+        (
+            {"hidden_size": "big"},
+            "Validation error for field 'hidden_size': .*expected int, got str",
+        ),
+        ({"hidden_size": 65, "num_attention_heads": 8}, r"hidden size \(65\) is not a multiple"),
+    ],
+)
+def test_a_config_that_makes_no_model_says_what_is_wrong(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    values = {"model_type": "llama", "num_hidden_layers": 2, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises((ValueError, OSError), match=message):
+        model_spec(tmp_path)
+
+
+def test_the_longest_sequence_is_known_where_the_config_has_it() -> None:
+    assert model_spec("smollm2-135m").longest_sequence == 8192
+    assert model_spec(BY_NAME["t5"].config()).longest_sequence is None

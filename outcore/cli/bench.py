@@ -165,7 +165,7 @@ def _config(shape: str, tie: bool) -> dict[str, Any]:
 
     config_file = Path(shape) / "config.json"
     if config_file.is_file():
-        config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
+        config: dict[str, Any] = _checked_config(config_file)
     elif Path(shape).is_dir():
         raise typer.BadParameter(f"{shape} has no config.json", param_hint="--shape")
     elif shape in shape_names():
@@ -176,6 +176,17 @@ def _config(shape: str, tie: bool) -> dict[str, Any]:
             param_hint="--shape",
         )
     return {**config, "tie_word_embeddings": tie}
+
+
+def _checked_config(file: Path) -> dict[str, Any]:
+    from outcore.model_config import read_config
+
+    try:
+        read_config(file)
+    except OSError as error:
+        raise typer.BadParameter(str(error), param_hint="--shape") from None
+    config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return config
 
 
 def _make_job(**fields: Any) -> BenchJob:

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 from rich.spinner import Spinner
-from rich.table import Table
+
+from outcore.fitting_table import FittingTable
 
 if TYPE_CHECKING:
     from outcore.bench.job import BenchResult, BenchRow
 
-# Headers with the least width that cuts no figure off, so that the table fits 80 columns.
-_COLUMNS = {
-    "TFLOPS": 6,
-    "tok/s": 6,
-    "step s": 5,
-    "device GiB": 6,
-    "host GiB": 5,
-    "optim. state": 6,
-    "fp32 master": 6,
-    "clip": 4,
-    "ratio": 6,
-}
+_FIGURES = ("TFLOPS", "tok/s", "step s", "device GiB", "host GiB")
 _WORDS = ("optim. state", "fp32 master", "clip")
 
 
@@ -49,11 +38,11 @@ class BenchTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from outcore.bench.job import BenchResult
 
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+        table = FittingTable(goes_first=("clip", "fp32 master", "optim. state", "host GiB"))
         table.add_column("system", no_wrap=True)
-        for header, width in _COLUMNS.items():
+        for header in (*_FIGURES, *_WORDS, "ratio"):
             side: Literal["left", "right"] = "left" if header in _WORDS else "right"
-            table.add_column(header, justify=side, min_width=width)
+            table.add_column(header, justify=side)
         for row in self._rows:
             if isinstance(row, BenchResult):
                 ratio = ratio_to(row, self._rows)

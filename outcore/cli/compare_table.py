@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from outcore.fitting_table import FittingTable
 from outcore.planning.compare import (
     Comparison,
     Way,
@@ -19,10 +18,10 @@ from outcore.planning.compare import (
 
 def comparison_report(comparison: Comparison) -> RenderableType:
     """Return the table, the verdict and the assumptions behind it."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column(f"{format_tokens(comparison.train_tokens)} tokens", no_wrap=True)
+    table = FittingTable()
+    table.add_column(f"{format_tokens(comparison.train_tokens)} tokens")
     for header in ("GPUs", "tokens/s", "time", "money"):
-        table.add_column(header, justify="right", no_wrap=True)
+        table.add_column(header, justify="right")
     table.add_row("offloading", *_cells(comparison.offload))
     if comparison.resident is None:
         table.add_row("without offloading", "none hold it")

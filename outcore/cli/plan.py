@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from outcore.cli import planning
-from outcore.cli.plan_options import HERE, budgets, check_compare, check_file, make_job
-from outcore.cli.report import console_for, stop, write_json
+from outcore.cli.plan_options import HERE, budgets, check_compare, make_job
+from outcore.cli.report import check_file, console_for, stop, write_json, write_text
 from outcore.errors import DoesNotFit, OutcoreError, UnsupportedModel
 from outcore.planning.plan import Job, Plan
 from outcore.units import format_bytes
@@ -52,8 +51,8 @@ def plan_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A Hugging Face directory, a config.json, or the name of a shape such as "
-            "qwen2.5-7b. No weights are needed.",
+            help="A Hugging Face directory, an id of the Hub, a config.json, or the name of a "
+            "shape such as qwen2.5-7b. No weights are needed or fetched.",
             show_default=False,
         ),
     ],
@@ -176,7 +175,6 @@ def plan_command(
         outcore plan qwen2.5-72b --machine rtx-4090 --lora 16 --frozen-weights int4
     """
     console = console_for(json_file)
-    check_file(json_file if json_file != "-" else None, "--json")
     check_file(html_file, "--html")
     check_compare(compare, train_tokens, price_per_hour, gpus)
     if frozen_weights is not None and lora is None:
@@ -208,6 +206,7 @@ def plan_command(
             _compare(plan, chosen, spec, train_tokens, price_per_hour, gpus) if compare else None
         )
     _show(console, plan, chosen, smaller, comparison)
+    _say_too_long(console, seq_len, spec.longest_sequence)
     _write_files(plan, chosen, smaller, comparison, json_file, html_file, console)
 
 
@@ -326,6 +325,13 @@ def _show(
         console.print(comparison_report(comparison))
 
 
+def _say_too_long(console: Console, seq_len: int, longest: int | None) -> None:
+    from outcore.model_config import too_long
+
+    if warning := too_long(seq_len, longest):
+        console.print(f"[yellow]{warning[0].upper()}{warning[1:]}.[/]")
+
+
 def _write_files(
     plan: Plan,
     machine: Machine,
@@ -338,23 +344,20 @@ def _write_files(
     from outcore.planning.page import plan_page
     from outcore.planning.plan_json import plan_to_dict
 
-    try:
-        if json_file is not None:
-            write_json(
-                {
-                    **plan_to_dict(plan),
-                    "machine": asdict(machine),
-                    "smaller_budget": _smaller_values(smaller),
-                    "comparison": None if comparison is None else asdict(comparison),
-                },
-                json_file,
-            )
-        if html_file is not None:
-            page = plan_page(plan, machine=machine, smaller=smaller, comparison=comparison)
-            Path(html_file).write_text(page, encoding="utf-8")
-            console.print(f"[dim]the page: {escape(html_file)}[/]")
-    except OSError as error:
-        stop(f"{error.filename or json_file or html_file} cannot be written: {error.strerror}")
+    if json_file is not None:
+        write_json(
+            {
+                **plan_to_dict(plan),
+                "machine": asdict(machine),
+                "smaller_budget": _smaller_values(smaller),
+                "comparison": None if comparison is None else asdict(comparison),
+            },
+            json_file,
+        )
+    if html_file is not None:
+        page = plan_page(plan, machine=machine, smaller=smaller, comparison=comparison)
+        write_text(page, html_file)
+        console.print(f"[dim]the page: {escape(html_file)}[/]")
 
 
 def _smaller_values(smaller: SmallerBudget | None) -> dict[str, Any] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,6 @@ from outcore.planning.step_size import MOST_TOKENS, too_many
 from outcore.units import parse_budget
 
 HERE = "here"
-
-
-def check_file(file: str | None, option: str) -> None:
-    """Refuse a place that cannot be written before any time is spent."""
-    if file is None:
-        return
-    if file == "-":
-        raise typer.BadParameter("name a file", param_hint=option)
-    folder = Path(file).absolute().parent
-    if not folder.is_dir():
-        raise typer.BadParameter(f"{folder} is no directory", param_hint=option)
-    if Path(file).is_dir():
-        raise typer.BadParameter(f"{file} is a directory", param_hint=option)
-    if not os.access(file if Path(file).exists() else folder, os.W_OK):
-        raise typer.BadParameter(f"{file} cannot be written", param_hint=option)
 
 
 def check_compare(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def model_spec(source: str) -> ModelSpec:
-    """Return what a directory, config or shape is made of; ValueError or OSError says why not."""
+    """Return what a directory, id, config or shape is made of; ValueError, OSError: why not."""
     from outcore import model_spec
 
     return model_spec.model_spec(source)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from outcore.fitting_table import FittingTable
 from outcore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _SHARING = {
 
 def report_table(report: ProbeReport) -> RenderableType:
     """Return all figures of a report, and the notes beneath them."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, show_header=False)
+    table = FittingTable(show_header=False)
     table.add_column("what", no_wrap=True)
     table.add_column("figure", justify="right")
     table.add_column("how", style="dim")
@@ -72,7 +72,7 @@ def report_table(report: ProbeReport) -> RenderableType:
 
 def catalogue_table(machines: list[Machine]) -> RenderableType:
     """Return a row for each machine."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    table = FittingTable(goes_first=("fp8 TFLOPS", "disk GB/s", "AdamW GB/s", "$/h"))
     table.add_column("name", no_wrap=True)
     for header in ("device GiB", "host GiB", "link GB/s", "AdamW GB/s", "disk GB/s"):
         table.add_column(header, justify="right")

@@ -22,13 +22,32 @@ def console_for(json_file: str | None) -> Console:
     """Return the console of the table, after checking that the JSON can be written later."""
     if json_file == "-":
         return Console(stderr=True, highlight=False)
-    if json_file is not None:
-        folder = Path(json_file).absolute().parent
-        if not folder.is_dir():
-            raise typer.BadParameter(f"{folder} is no directory", param_hint="--json")
-        if Path(json_file).is_dir():
-            raise typer.BadParameter(f"{json_file} is a directory", param_hint="--json")
+    check_file(json_file, "--json")
     return Console(highlight=False)
+
+
+def check_file(file: str | None, option: str) -> None:
+    """Refuse a place that cannot be written before any time is spent."""
+    if file is None:
+        return
+    if file == "-":
+        raise typer.BadParameter("name a file", param_hint=option)
+    path = Path(file).absolute()
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"{path.parent} is no directory", param_hint=option)
+    if path.is_dir():
+        raise typer.BadParameter(f"{file} is a directory", param_hint=option)
+    is_new = not path.exists()
+    if not is_new and not path.is_file():
+        return  # a pipe: whoever reads it would see its end
+    try:
+        path.open("a").close()  # permissions alone do not tell: some file systems take no files
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise typer.BadParameter(
+            f"{file} cannot be written: {error.strerror}", param_hint=option
+        ) from None
 
 
 def write_json(report: dict[str, Any], json_file: str | None) -> None:
@@ -37,7 +56,15 @@ def write_json(report: dict[str, Any], json_file: str | None) -> None:
     if json_file == "-":
         sys.stdout.write(text)
     elif json_file is not None:
-        Path(json_file).write_text(text, encoding="utf-8")
+        write_text(text, json_file)
+
+
+def write_text(text: str, file: str) -> None:
+    """Write a file that was checked before; a disk may be full by now."""
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        stop(f"{file} cannot be written: {error.strerror}")
 
 
 @contextlib.contextmanager

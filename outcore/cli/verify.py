@@ -128,7 +128,9 @@ def _find_model(name: str, layers: int | None) -> ModelSource:
     from outcore.verify import find_model
 
     try:
-        return find_model(name, num_layers=layers)
+        source = find_model(name, num_layers=layers)
+        source.num_parameters()  # or its configuration makes no model
+        return source
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint="MODEL") from None
 
@@ -249,11 +251,14 @@ def _run(
     with shown_while_filled(table, console):
         reference = train(make, RESIDENT, job)
         table.resident_done(reference)
-        _say(console, f"resident: {reference.seconds:.1f} s")
+        _say(console, f"{table.progress}, resident: {reference.seconds:.1f} s")
         for comparison in verify(make, job, chosen, reference=reference):
             table.placement_done(comparison)
             verdict = "same bits" if comparison.is_exact else "differs"
-            _say(console, f"{comparison.name}: {verdict}, {comparison.seconds:.1f} s")
+            _say(
+                console,
+                f"{table.progress}, {comparison.name}: {verdict}, {comparison.seconds:.1f} s",
+            )
             report["placements"].append({**asdict(comparison), "is_exact": comparison.is_exact})
         plain = check_against_plain_torch(make, job)
         table.plain_torch_done(plain)

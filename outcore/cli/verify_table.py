@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 from rich.spinner import Spinner
-from rich.table import Table
+
+from outcore.fitting_table import FittingTable
+from outcore.planning.compare import format_duration
 
 if TYPE_CHECKING:
     from outcore.verify import Comparison, PlainTorchComparison, TrainedRun
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 Row = tuple[str, str, str, str]  # losses, weights and moments, seconds, verdict
 _RESIDENT = "resident"
 _PLAIN = "plain Hugging Face + torch"
+_TRAININGS_OF_PLAIN = 3  # torch twice, for its own rounding, and Outcore
 _MOST_NAMED = 8
 
 
@@ -28,14 +31,20 @@ class VerifyTable:
         self._spinner = Spinner("dots", style="cyan")
         self._differing: list[Comparison] = []
         self._plain: PlainTorchComparison | None = None
+        self._started_s = self._last_row_s = time.monotonic()
 
     @property
     def has_passed(self) -> bool:
         return not self._differing and self._plain is not None and self._plain.is_close
 
+    @property
+    def progress(self) -> str:
+        """How many of all runs are done."""
+        return f"{len(self._rows)} of {len(self._names)}"
+
     def resident_done(self, run: TrainedRun) -> None:
         num_tensors = len(run.digests)
-        self._rows.append(
+        self._add(
             (f"{len(run.losses)}", f"{num_tensors}", f"{run.seconds:.1f}", "[dim]reference[/]")
         )
 
@@ -44,7 +53,7 @@ class VerifyTable:
         verdict = "[green]same bits[/]" if comparison.is_exact else "[bold red]differs[/]"
         if not comparison.is_exact:
             self._differing.append(comparison)
-        self._rows.append(
+        self._add(
             (
                 "equal" if comparison.losses_equal else "[red]differ[/]",
                 f"{num_equal} of {comparison.num_tensors}",
@@ -57,9 +66,24 @@ class VerifyTable:
         self._plain = plain
         verdict = "[green]agrees[/]" if plain.is_close else "[bold red]too far[/]"
         num_close = len(plain.differences) - len(plain.too_far)
-        self._rows.append(
+        self._add(
             ("–", f"{num_close} of {len(plain.differences)}", f"{plain.seconds:.1f}", verdict)
         )
+
+    def _add(self, row: Row) -> None:
+        self._rows.append(row)
+        self._last_row_s = time.monotonic()
+
+    def _still_to_do(self) -> str:
+        """Which run this is, and how long all that are left take if they are like those before."""
+        num_done, num_runs = len(self._rows), len(self._names)
+        text = f"run {num_done + 1} of {num_runs}"
+        if num_done == 0:
+            return text
+        mean_s = (self._last_row_s - self._started_s) / num_done
+        num_left = num_runs - num_done - 1 + _TRAININGS_OF_PLAIN
+        left_s = num_left * mean_s - (time.monotonic() - self._last_row_s)
+        return f"{text}, about {format_duration(left_s)} left" if left_s >= 1 else text
 
     def explanation(self) -> str:
         """What the rows mean: a verdict, or what differs."""
@@ -73,10 +97,10 @@ class VerifyTable:
         return "\n".join(lines)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table = FittingTable(goes_first=("losses", "seconds"))
         table.add_column("placement", no_wrap=True)
         table.add_column("losses", justify="right")
-        table.add_column("tensors equal", justify="right", no_wrap=True)
+        table.add_column("tensors equal", justify="right")
         table.add_column("seconds", justify="right")
         table.add_column("verdict", no_wrap=True, min_width=9)
         for name, row in zip(self._names, self._rows, strict=False):
@@ -86,7 +110,9 @@ class VerifyTable:
             table.add_row(waiting[0], "", "", "", self._spinner)
         for name in waiting[1:]:
             table.add_row(f"[dim]{escape(name)}[/]", "", "", "", "")
+        yield ""
         yield table
+        yield f"[dim]{self._still_to_do()}[/]" if waiting and console.is_terminal else ""
 
 
 def _what_differs(comparison: Comparison) -> list[str]:

@@ -5,12 +5,13 @@ The facts and sentences come from ``words``; here they are only laid out.
 
 from __future__ import annotations
 
-from rich import box
+from typing import Literal
+
 from rich.console import Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
+from outcore.fitting_table import FittingTable
 from outcore.machine.machine import Machine
 from outcore.planning.plan import Plan
 from outcore.planning.smaller_budget import SmallerBudget
@@ -60,7 +61,7 @@ def _header(plan: Plan) -> RenderableType:
     return Text.from_markup("\n".join(lines))
 
 
-def homes_table(plan: Plan) -> Table:
+def homes_table(plan: Plan) -> FittingTable:
     """Return where everything lives between uses."""
     table = _table("home of", "weights", "optimizer state", "gradients", "activations")
     for row in home_rows(plan):
@@ -74,9 +75,9 @@ def homes_table(plan: Plan) -> Table:
     return table
 
 
-def memory_table(plan: Plan, machine: Machine | None = None) -> Table:
+def memory_table(plan: Plan, machine: Machine | None = None) -> FittingTable:
     """Return the bytes of each tier by purpose, largest first, and the peak against the budget."""
-    table = _table("memory", "purpose", "bytes", "of budget", right=(2, 3))
+    table = _table("memory", "purpose", "bytes", "of budget", right=(2, 3), whole=(0, 1, 2))
     budgets = budget_bytes(plan, machine)
     for tier in TIERS:
         purposes = sorted(plan.peak_bytes.get(tier, {}).items(), key=lambda item: -item[1])
@@ -103,9 +104,9 @@ def memory_table(plan: Plan, machine: Machine | None = None) -> Table:
     return table
 
 
-def lanes_table(plan: Plan) -> Table:
+def lanes_table(plan: Plan) -> FittingTable:
     """Return how busy each lane is."""
-    table = _table("lane", "busy s", "of the step", "", right=(1,))
+    table = _table("lane", "busy s", "of the step", "", right=(1,), whole=(0, 1, 2))
     for use in lane_uses(plan):
         filled = min(_BAR_WIDTH, round(use.share * _BAR_WIDTH))
         bar = "█" * filled + "░" * (_BAR_WIDTH - filled)
@@ -127,10 +128,14 @@ def conclusions(plan: Plan, smaller: SmallerBudget | None = None) -> list[Render
     return [Text(sentence) for sentence in sentences]
 
 
-def _table(*headers: str, right: tuple[int, ...] = ()) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+def _table(
+    *headers: str, right: tuple[int, ...] = (), whole: tuple[int, ...] = (0,)
+) -> FittingTable:
+    """Return a table with these columns; those in ``whole`` never wrap."""
+    table = FittingTable()
     for index, header in enumerate(headers):
-        table.add_column(header, justify="right" if index in right else "left", no_wrap=index != 1)
+        side: Literal["left", "right"] = "right" if index in right else "left"
+        table.add_column(header, justify=side, no_wrap=index in whole)
     return table
 
 

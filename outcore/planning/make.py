@@ -45,8 +45,8 @@ def plan(
 ) -> Plan:
     """Return where everything would live, and what a step of ``tokens`` would cost.
 
-    model: a Hugging Face directory, a config, the name of a shape, or a model (frozen parameters
-        are then seen). No weights are read.
+    model: a Hugging Face directory, an id of the Hub, a config, the name of a shape, or a model
+        (frozen parameters are then seen). No weights are read or fetched.
     machine: "here" measures this one (once), a name is looked up in the catalogue.
     device_memory, host_memory: budgets such as "24GiB"; None for what is free.
     disk: "/mnt/nvme:500GiB" lets weights and state go there; None: no disk.

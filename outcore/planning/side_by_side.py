@@ -10,10 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
+from outcore.fitting_table import FittingTable
 from outcore.planning.plan import LANES, Plan, Span
 from outcore.planning.words import TIERS, printable
 from outcore.units import format_bytes
@@ -114,12 +113,12 @@ def side_by_side(plan: Plan, measured: Measurement) -> list[Row]:
     return rows
 
 
-def side_by_side_table(rows: Iterable[Row]) -> Table:
+def side_by_side_table(rows: Iterable[Row]) -> FittingTable:
     """Return the rows as a table for the terminal."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = FittingTable()
     table.add_column("", no_wrap=True)
     for header in ("predicted", "measured", "difference"):
-        table.add_column(header, justify="right", no_wrap=True)
+        table.add_column(header, justify="right")
     table.add_column("promise")
     for row in rows:
         what, predicted, measured, difference, verdict = row.cells()

@@ -23,6 +23,7 @@ from outcore.determinism import deterministic_algorithms
 from outcore.engine.offload import engine_of
 from outcore.engine.run_record import RunRecord
 from outcore.errors import StoreError
+from outcore.model_config import longest_sequence, too_long
 from outcore.planning.plan import Plan
 from outcore.planning.side_by_side import Measurement
 from outcore.train import subject
@@ -57,11 +58,9 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
     check_tensorboard(settings.tensorboard)
     settings = subject.resolved(settings)
     config = subject.config_of(settings)
-    longest = subject.longest_sequence(config)
-    if settings.seq_len is not None and longest is not None and settings.seq_len > longest:
-        display.message(
-            f"sequences of {settings.seq_len:,} tokens, but the model was made for {longest:,}"
-        )
+    longest = longest_sequence(config)
+    if settings.seq_len is not None and (warning := too_long(settings.seq_len, longest)):
+        display.message(warning)
     settings = with_seq_len(settings, longest)
     tokenizer = subject.load_tokenizer(settings)
     find_sources([*settings.data, *settings.eval_data])  # or a mistyped name leaves a folder behind
@@ -297,15 +296,18 @@ class _Run:
             self.display.message("no checkpoint to resume from: starting at the beginning")
             return
         values = resumed.values
+        changed = _changed(values["settings"], to_dict(self.settings))
         try:
             self.corpus.training.load_state_dict(values["batches"])
         except ValueError as error:
+            settings = f" Other settings than before: {', '.join(changed)}." if changed else ""
             raise StoreError(
-                f"{self.folder.path} is of a run on other data: {error}", path=self.folder.path
+                f"{self.folder.path} is of a run on other data, or on other batches of it: "
+                f"{error}.{settings}",
+                path=self.folder.path,
             ) from error
         self.step = self.saved_step = values["step"]
         self.best = values["best"]
-        changed = _changed(values["settings"], to_dict(self.settings))
         if changed:
             self.display.message("other settings than before: " + ", ".join(changed))
         self.display.message(f"resumed after step {self.step}")

@@ -12,6 +12,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from outcore.data.chat_tokens import LossOn
 from outcore.data.row_format import RowFormat
+from outcore.store.disk_budget import parse_disk
+from outcore.units import parse_budget
 
 Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["bf16", "fp32"]
@@ -105,6 +107,11 @@ class TrainSettings:
             if getattr(self, name) not in get_args(kind):
                 choices = ", ".join(get_args(kind))
                 raise ValueError(f"{name} must be one of {choices}, not {getattr(self, name)!r}")
+        for name in ("device_memory", "host_memory"):
+            if getattr(self, name) is not None:
+                parse_budget(getattr(self, name), what=name)
+        if self.disk is not None:
+            parse_disk(self.disk)
         if self.frozen_weights is not None and not self.lora:
             raise ValueError("frozen_weights is for the frozen base of LoRA: add --lora")
         if self.held_out and self.eval_data:

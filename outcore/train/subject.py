@@ -14,7 +14,7 @@ from torch import nn
 
 import outcore
 from outcore.machine import here
-from outcore.model_config import read_config
+from outcore.model_config import first_line, read_config
 from outcore.model_directory import model_directory
 from outcore.planning.plan import Plan
 from outcore.shapes import shape_config, shape_names
@@ -53,12 +53,6 @@ def config_of(settings: TrainSettings) -> Any:
     )
 
 
-def longest_sequence(config: Any) -> int | None:
-    """Return how many positions the model was made for, where its configuration says so."""
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return int(longest) if longest else None
-
-
 def load_tokenizer(settings: TrainSettings) -> Any:
     """Return the tokenizer, without running code that lies beside it."""
     from transformers import AutoTokenizer
@@ -71,7 +65,10 @@ def load_tokenizer(settings: TrainSettings) -> Any:
             directory, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{directory} has no tokenizer that can be read: {error}") from error
+        raise ValueError(
+            f"{directory} has no tokenizer that can be read: --tokenizer names another directory "
+            f"({first_line(error)})"
+        ) from error
     return tokenizer
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from outcore.model_config import read_config
-from outcore.model_spec import auto_class
+from outcore.errors import StoreError
+from outcore.model_config import first_line, read_config
+from outcore.model_spec import auto_class, model_without_values
 from outcore.shapes import shape_config, shape_names
 
 # Weight, gradient, two moments and a second weight (fp32 in plain torch, or master and bf16).
@@ -36,23 +37,30 @@ class ModelSource:
         auto = auto_class(self.config)
         config = copy.deepcopy(self.config)  # offloading and training may write into it
         if self.directory is not None:
-            model = auto.from_pretrained(
-                self.directory, config=config, dtype="auto", use_safetensors=True
-            )
+            model = self._loaded(auto, config)
         else:
             with torch.device(device):
                 model = auto.from_config(config)
         assert isinstance(model, nn.Module)
         return model
 
+    def _loaded(self, auto: Any, config: Any) -> Any:
+        try:
+            return auto.from_pretrained(
+                self.directory, config=config, dtype="auto", use_safetensors=True
+            )
+        except Exception as error:  # whatever its readers raise about files that are torn
+            raise StoreError(
+                f"{self.directory} cannot be loaded ({first_line(error)})", path=self.directory
+            ) from error
+
     @property
     def num_layers(self) -> int:
         return int(self.config.get_text_config().num_hidden_layers)
 
     def num_parameters(self) -> int:
-        """Return the number of parameters, from a model on the meta device."""
-        with torch.device("meta"):
-            model = auto_class(self.config).from_config(copy.deepcopy(self.config))
+        """Return the number of parameters; ValueError where the configuration makes no model."""
+        model = model_without_values(self.config, self.name)
         return sum(parameter.numel() for parameter in model.parameters())
 
     def resident_bytes(self) -> int:

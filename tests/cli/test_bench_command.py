@@ -133,6 +133,21 @@ def test_mistakes_get_an_answer_and_status_2(
     assert message in unwrapped(result.output)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{not json", "config.json: is no JSON"),
+        ('{"model_type": "llama", "hidden_size": "big"}', "expected int, got str"),
+        ('{"model_type": "llama", "hidden_size": -64}', "its config makes no model"),
+    ],
+)
+def test_a_config_that_makes_no_model(config: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    result = run_bench("--shape", str(tmp_path), *QUICK)
+    assert result.exit_code == 2
+    assert message in unwrapped(result.output)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_large_job_without_a_gpu_is_refused() -> None:
     result = run_bench("--shape", "qwen2.5-7b")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from handmade_plans import GIB, make_machine, make_plan
+from hub_cache import link_snapshot, offline_cache, put_snapshot
 from typer.testing import CliRunner, Result
 
 from outcore.cli import app, planning
@@ -14,6 +15,7 @@ from outcore.errors import DoesNotFit, OutcoreError, UnsupportedModel
 from outcore.machine.machine import Machine
 from outcore.planning.plan import Budgets, Job, Plan
 from outcore.planning.plan_json import read_plan
+from outcore.shapes import shape_dict
 
 MODEL = ["qwen2.5-7b", "--machine", "h200-pcie5"]
 
@@ -27,6 +29,7 @@ class TinySpec:
     name: str = "qwen2.5-7b"
     num_parameters: int = 7_600_000_000
     hidden_size: int = 3584
+    longest_sequence: int = 32768
 
 
 class Planner:
@@ -276,14 +279,32 @@ def test_a_file_that_cannot_be_written_after_all(
     assert f"{tmp_path / 'plan'} cannot be written: No space left on device" in result.stderr
 
 
-def test_a_read_only_file_is_refused_before_planning(
-    planner: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_a_place_that_takes_no_file_is_refused_before_planning(
+    option: str, planner: Planner
 ) -> None:
-    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
-    result = run_plan(*MODEL, "--html", str(tmp_path / "plan.html"))
+    result = run_plan(*MODEL, option, "/proc/plan.html")  # where root can write no file either
     assert result.exit_code == 2
-    assert "plan.html cannot be written" in result.output
+    assert f"{option}: /proc/plan.html cannot be written: No such file" in unwrapped(result.output)
     assert not planner.jobs
+
+
+@pytest.mark.usefixtures("planner")
+def test_a_file_is_not_left_behind_or_emptied_by_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("kept")
+    for name in ("old.json", "new.json"):
+        mistake = run_plan(*MODEL, "--json", str(tmp_path / name), "--machine", "h300")
+        assert mistake.exit_code == 2
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("old.json", "kept")]
+
+
+@pytest.mark.usefixtures("planner")
+def test_sequences_longer_than_the_model_was_made_for_are_told() -> None:
+    longer = run_plan(*MODEL, "--seq-len", "65536", "--tokens", "65536")
+    assert longer.exit_code == 0, longer.output
+    words = "Sequences of 65,536 tokens, but the model was made for 32,768."
+    assert words in longer.stdout
+    assert "was made for" not in run_plan(*MODEL, "--seq-len", "32768").stdout
 
 
 def test_a_model_with_no_blocks_is_a_mistake(
@@ -315,3 +336,18 @@ def test_frozen_weights_without_adapters_are_a_mistake() -> None:
     result = run_plan(*MODEL, "--frozen-weights", "int4")
     assert result.exit_code == 2
     assert "--frozen-weights: needs --lora RANK" in unwrapped(result.output)
+
+
+def test_an_id_of_the_hub_is_planned_from_its_cached_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = offline_cache(tmp_path / "hub", monkeypatch)
+    blobs = put_snapshot(cache, "some-org/small")
+    (blobs / "config.json").write_text(json.dumps(shape_dict("smollm2-135m")))
+    link_snapshot(blobs)
+    result = run_plan("some-org/small", "--machine", "rtx-4090")
+    assert result.exit_code == 0, result.output
+    assert "some-org/small on rtx-4090" in result.stdout
+    result = run_plan("some-org/another", "--machine", "rtx-4090")
+    assert result.exit_code == 2
+    assert "cannot be had from the Hugging Face Hub: it is not in the cache" in result.output

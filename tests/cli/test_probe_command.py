@@ -111,3 +111,12 @@ def test_a_disk_that_is_full_is_status_2(monkeypatch: pytest.MonkeyPatch, tmp_pa
     result = run_probe("--disk", str(tmp_path), "--refresh")
     assert result.exit_code == 2
     assert "0 B are free" in result.output
+
+
+def test_a_file_that_cannot_be_written_is_told_before_and_after(tmp_path: Path) -> None:
+    result = run_probe("--list", "--json", "/proc/x.json")
+    assert result.exit_code == 2
+    assert "--json: /proc/x.json cannot be written: No such file" in result.output
+    result = run_probe("--list", "--json", "/dev/full")
+    assert result.exit_code == 2
+    assert "/dev/full cannot be written: No space left on device" in result.stderr

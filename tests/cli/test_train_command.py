@@ -82,6 +82,15 @@ def test_what_is_refused(
     assert message in result.stderr
 
 
+def test_a_model_without_a_tokenizer(tiny_model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "a"}')
+    result = run_train("--model", str(tiny_model), "--data", str(data), "--output", str(tmp_path))
+    assert result.exit_code == 2
+    assert "has no tokenizer that can be read: --tokenizer names another" in result.stderr
+    assert "\n(2)" not in result.stderr
+
+
 def test_data_that_is_not_there(job: Demo, tmp_path: Path) -> None:
     arguments = arguments_of(job, tmp_path / "out")
     arguments[3] = str(tmp_path / "nothing.jsonl")

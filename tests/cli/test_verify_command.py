@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
-from outcore.cli import app
+from outcore.cli import app, verify_table
 from outcore.verify import exactness, plain_torch
 
 QUICK = ["--steps", "2", "--seq-len", "8", "--device", "cpu"]
@@ -40,6 +41,9 @@ def test_every_placement_is_a_row_and_json_has_them_all(tiny_model: Path, tmp_pa
     assert names == [placement.name for placement in exactness.placements()]
     for name in names:
         assert name in result.stdout
+    num_runs = len(names) + 2  # the resident one before them, plain torch after
+    assert f"1 of {num_runs}, resident: " in result.stdout
+    assert f"2 of {num_runs}, {names[0]}: same bits, " in result.stdout
     # As it is done, in the table, and in the verdict.
     assert result.stdout.count("same bits") == 2 * len(names) + 1
     assert report["passed"] is True
@@ -153,3 +157,37 @@ def test_no_gpu_names_the_way_out(tiny_model: Path) -> None:
     result = run_verify(str(tiny_model), "--device", "cuda")
     assert result.exit_code == 2
     assert "--device cpu" in result.output
+
+
+def test_on_a_terminal_the_run_and_the_time_left_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(verify_table.time, "monotonic", lambda: now_s)
+    table = verify_table.VerifyTable(["state on host", "both, kept"])
+
+    def shown() -> str:
+        console = Console(force_terminal=True, width=80, color_system=None)
+        with console.capture() as captured:
+            console.print(table)
+        return captured.get()
+
+    assert "run 1 of 4\n" in shown()
+    now_s = 110.0
+    table.resident_done(exactness.TrainedRun(losses=[1.0], digests={}, seconds=10.0))
+    now_s = 113.0
+    # Two placements, and three trainings for plain torch, at 10 s each; 3 s of it are over.
+    assert "run 2 of 4, about 47 s left" in shown()
+    now_s = 300.0
+    assert "run 2 of 4\n" in shown()
+
+
+def test_files_that_make_no_model_are_told(tiny_model: Path, tmp_path: Path) -> None:
+    values = json.loads((tiny_model / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    result = run_verify(str(tmp_path), *QUICK)
+    assert result.exit_code == 2
+    assert f"error: {tmp_path} cannot be loaded (" in result.stderr
+    (tmp_path / "config.json").write_text(json.dumps({**values, "hidden_size": -32}))
+    result = run_verify(str(tmp_path), *QUICK)
+    assert result.exit_code == 2
+    assert "its config makes no model" in unwrapped(result.output)

@@ -8,21 +8,18 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub import constants
+from hub_cache import link_snapshot, offline_cache, put_snapshot
+from huggingface_hub import constants, errors
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
 from outcore.model_directory import model_directory
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, and no network."""
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    return tmp_path / "hub"
+    return offline_cache(tmp_path / "hub", monkeypatch)
 
 
 def put_model(cache: Path, name: str) -> LlamaForCausalLM:
@@ -38,14 +35,9 @@ def put_model(cache: Path, name: str) -> LlamaForCausalLM:
             vocab_size=97,
         )
     )
-    folder = cache / f"models--{name.replace('/', '--')}"
-    model.save_pretrained(folder / "blobs")
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text(COMMIT)
-    snapshot = folder / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
-    for blob in (folder / "blobs").iterdir():
-        (snapshot / blob.name).symlink_to(Path("../../blobs") / blob.name)
+    blobs = put_snapshot(cache, name)
+    model.save_pretrained(blobs)
+    link_snapshot(blobs)
     return model
 
 
@@ -98,3 +90,34 @@ def test_pickles_and_code_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> No
         files, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"]
     )
     assert list(fetched) == files[:7]
+
+
+class Answer(Exception):
+    """What the Hub's client raises; its own errors want a whole response."""
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            errors.LocalEntryNotFoundError("Got: ConnectError"),
+            r"not in the cache \(.*\), and the Hub",
+        ),
+        (
+            type("Gated", (Answer, errors.GatedRepoError), {}),
+            "ask for access at https://hugg.*org/",
+        ),
+        (type("Gone", (Answer, errors.RepositoryNotFoundError), {}), "it has no such model, or a"),
+        (RuntimeError("proxy\nand more"), "Hub: proxy$"),
+    ],
+)
+def test_what_the_hub_says_ends_in_a_remedy(
+    error: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> str:
+        raise error if isinstance(error, Exception) else error.__new__(error)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(ValueError, match=message):
+        model_directory("org/name")

@@ -252,6 +252,14 @@ def test_other_data_is_refused_by_a_resumed_run(files: Files) -> None:
         train(files.settings(max_steps=4, data=(str(other),), resume=True), quiet())
 
 
+def test_other_batches_are_refused_with_the_setting_that_makes_them(files: Files) -> None:
+    train(files.settings(max_steps=2), quiet())
+    before = files.settings().tokens_per_step
+    told = f"other batches.* Other settings than before: .*tokens_per_step was {before}, is 1024"
+    with pytest.raises(StoreError, match=told):
+        train(files.settings(max_steps=4, tokens_per_step=1024, resume=True), quiet())
+
+
 def test_deterministic_algorithms_are_used_for_the_run_alone(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:

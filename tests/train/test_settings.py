@@ -81,6 +81,9 @@ def test_the_model_bounds_the_sequence_length() -> None:
         ("max_steps", "5.5", "max_steps must be a whole number, not '5.5'"),
         ("max_steps", [1], r"max_steps must be a whole number, not \[1\]"),
         ("schedule", "slow", "schedule must be one of cosine, linear, constant, not 'slow'"),
+        ("device_memory", "-3GiB", "device_memory '-3GiB' is not a size"),
+        ("host_memory", "64", "host_memory is 64 bytes; did you mean 64GiB"),
+        ("disk", "/scratch:lots", "disk size 'lots' is not a size"),
         ("frozen_weights", "int2", "frozen_weights must be one of int8, int4, not 'int2'"),
     ],
 )

@@ -1,0 +1,81 @@
+"""Tables that stay readable in a narrow terminal.
+
+Cells wrap between words, never inside a figure; where that does not suffice, whole columns are left
+out, the least important first, and named beneath the table.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Column, Table
+
+_MOST_COLUMNS = 1000  # for measuring cells: as wide as they like
+
+
+class FittingTable(Table):
+    """A table that fits itself to the terminal."""
+
+    def __init__(self, *, goes_first: Sequence[str] = (), show_header: bool = True) -> None:
+        """``goes_first``: headers of columns that may be left out, in this order."""
+        super().__init__(
+            box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, show_header=show_header
+        )
+        self._goes_first = goes_first
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        left_out: list[str] = []
+        for header in (None, *self._goes_first):
+            if header is not None:
+                left_out.append(header)
+            kept = [column for column in self.columns if column.header not in left_out]
+            shown = self._fitted(kept, console, options)
+            if shown is not None:
+                break
+        yield from Table.__rich_console__(shown or self, console, options)
+        if shown is not None and left_out:
+            yield f"[dim]too narrow for: {', '.join(left_out)}[/]"
+
+    def _fitted(
+        self, columns: list[Column], console: Console, options: ConsoleOptions
+    ) -> FittingTable | None:
+        """Return a table of these columns that fits; None where they need more room."""
+        wide = options.update(max_width=_MOST_COLUMNS, no_wrap=False)
+        ranges = [_width_range(column, console, wide) for column in columns]
+        num_gaps = len(columns) - 1
+        # Three characters between columns; two where the cells would have to wrap otherwise.
+        is_close = sum(most for _, most in ranges) + 3 * num_gaps > options.max_width
+        widths = _widths(ranges, options.max_width - (2 if is_close else 3) * num_gaps)
+        if widths is None:
+            return None
+        shown = copy.copy(self)
+        shown.collapse_padding = is_close
+        shown.columns = [
+            replace(column, _index=index, width=width)
+            for index, (column, width) in enumerate(zip(columns, widths, strict=True))
+        ]
+        return shown
+
+
+def _width_range(column: Column, console: Console, wide: ConsoleOptions) -> tuple[int, int]:
+    """Return the least width, which splits no word, and the width of the longest line."""
+    found = [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)]
+    most = max(column.min_width or 1, *(measured.maximum for measured in found))
+    least = max(column.min_width or 1, *(measured.minimum for measured in found))
+    return (most if column.no_wrap else least), most
+
+
+def _widths(ranges: list[tuple[int, int]], room: int) -> list[int] | None:
+    """Return the widths of columns, the widest made narrower first; None without room for them."""
+    widths = [most for _, most in ranges]
+    while sum(widths) > room:
+        reducible = [i for i, (least, _) in enumerate(ranges) if widths[i] > least]
+        if not reducible:
+            return None
+        widths[max(reducible, key=lambda i: widths[i])] -= 1
+    return widths
