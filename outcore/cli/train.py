@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from outcore.cli.output_until_closed import outlive_its_reader
 from outcore.cli.report import console_for, stop, write_json
 from outcore.errors import BadRow, DoesNotFit, OutcoreError
 
@@ -202,9 +203,9 @@ def train_command(
 ) -> None:
     """Fine-tune a model that need not fit in GPU memory.
 
-    A plan for this machine is made and printed first. Ctrl-C (or SIGTERM) finishes the step,
-    writes a checkpoint and exits with 0; --resume then goes on to the same bits. Without any
-    option a small model learns to add, as a demonstration.
+    A plan for this machine is made and printed first. Ctrl-C (or SIGTERM, or a terminal that
+    closes) finishes the step, writes a checkpoint and exits with 0; --resume then goes on to the
+    same bits. Without any option a small model learns to add, as a demonstration.
 
     Examples: a chat model on your own chats; adapters only; go on after an interruption:
 
@@ -220,6 +221,7 @@ def train_command(
         if name not in ("config", "json_file") and value is not None and value != []
     }
     console = console_for(json_file)
+    outlive_its_reader(console)
     with console.status("starting torch"):
         import transformers
 

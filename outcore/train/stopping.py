@@ -1,4 +1,8 @@
-"""Signals: the first asks the run to stop after this step, the second ends it at once."""
+"""Signals: the first asks the run to stop after this step, the second ends it at once.
+
+SIGHUP, of a terminal that went away, only ever asks: it may come twice, or beside another signal.
+Under nohup it is ignored, and stays so.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +12,11 @@ import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """While open, SIGINT and SIGTERM set ``is_set``; a second one ends the process."""
+    """While open, a signal sets ``is_set``; a second SIGINT or SIGTERM ends the process."""
 
     def __init__(self, tell: Callable[[str], None] | None = None) -> None:
         """``tell`` is called with the signal's name, from the main thread, when one arrives."""
@@ -28,6 +32,8 @@ class StopRequest:
         # Only the main thread may; elsewhere the program around the run decides.
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
+                if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue
                 self._before[number] = signal.signal(number, self._receive)
         return self
 
@@ -41,9 +47,15 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        if self.signal is not None and number == signal.SIGHUP:
+            return
+        if self.signal is not None and not self._is_hung_up:
             # Scratch files that stay behind are removed at the next start.
             os._exit(128 + number)
         self.signal = signal.Signals(number)
         if self._tell is not None:
             self._tell(self.signal.name)
+
+    @property
+    def _is_hung_up(self) -> bool:
+        return self.signal is signal.SIGHUP

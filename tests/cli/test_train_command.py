@@ -117,7 +117,7 @@ def test_the_demonstration_asks_for_what_it_did_not_teach(job: Demo) -> None:
         assert int(left) + int(right) == int(total)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_a_run_with_a_checkpoint(
     job: Demo, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -135,3 +135,23 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
     saved = sorted((output / "checkpoints").glob("step-*"))
     assert len(saved) == 1
     assert (saved[0] / "manifest.json").is_file()
+
+
+def test_a_reader_that_goes_away_ends_a_run_with_a_checkpoint(job: Demo, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    arguments = arguments_of(job, output, "--max-steps", "5000", "--log-every", "1")
+    with started("cpu", arguments, OMP_NUM_THREADS="1") as process:
+        wait_for(process, "step 3/")
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(timeout=60) == 0
+    (saved,) = (output / "checkpoints").glob("step-*")
+    assert (saved / "manifest.json").is_file()
+
+
+def test_a_log_that_is_full_ends_no_run(job: Demo, tmp_path: Path) -> None:
+    arguments = arguments_of(job, tmp_path / "out", "--max-steps", "3", "--log-every", "1")
+    with open("/dev/full", "w") as full:
+        process = started("cpu", arguments, output=full, OMP_NUM_THREADS="1")
+        assert process.wait(timeout=60) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()

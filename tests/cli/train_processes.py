@@ -26,12 +26,14 @@ FACTS: dict[str, dict[str, Any]] = {
 }
 
 
-def started(device: str, arguments: list[str], **environment: str) -> subprocess.Popen[str]:
+def started(
+    device: str, arguments: list[str], output: Any = subprocess.PIPE, **environment: str
+) -> subprocess.Popen[str]:
     root = Path(__file__).parents[2]
     script = SCRIPT.format(tests=str(root / "tests"), facts=FACTS[device])
     return subprocess.Popen(
         [sys.executable, "-c", script, "train", "--device", device, *arguments],
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "PYTHONPATH": _path(root), "COLUMNS": "200", **environment},

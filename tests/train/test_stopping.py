@@ -33,3 +33,23 @@ def test_the_second_signal_ends_the_process_at_once() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], timeout=50)
     assert done.returncode == 128 + signal.SIGINT
+
+
+def test_a_terminal_that_goes_away_only_asks() -> None:
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.signal is signal.SIGHUP
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.signal is signal.SIGTERM
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.is_set
+    finally:
+        signal.signal(signal.SIGHUP, before)
