@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,15 +25,14 @@ from outcore.blocks import Part, end_module, find_parts, runs_as_block
 from outcore.kernels.packed_format import packed_format
 from outcore.model_config import check_layers, first_line, longest_sequence, read_config
 from outcore.model_directory import config_directory, is_hub_id
+from outcore.saved_activations import eager_elements, is_norm, saved_elements
 from outcore.shapes import config_from_dict, shape_config, shape_names
 from outcore.store.packed_spans import is_packable, packed_bytes
 from outcore.store.spans import SpanLayout, aligned_numel
 
 Dtype = Literal["bf16", "fp32"]
 BYTES_OF: dict[str, int] = {"bf16": 2, "fp32": 4}
-EAGER_SHARE = 1.8  # what autograd saves where nothing is compiled: Llama 1.3, GPT-2 1.8
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_EXPERT_SIZES = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +45,10 @@ class Attention:
     is_causal: bool
     window: int | None = None  # keys that a query sees; None: all
     crosses: bool = False  # attends to an encoder as well
+    repeated_width: int = 0  # what keys and values are widened by, where each head needs its own
+    is_eager: bool = False  # written out in torch operations, not one fused
+    has_dropout: bool = False  # of its scores, in training
+    has_softcap: bool = False
 
     def pairs(self, seq_len: int) -> float:
         """Return the pairs of one sequence; causal attention counts at half."""
@@ -54,6 +57,51 @@ class Attention:
         else:
             seen = seq_len**2 * (0.5 if self.is_causal else 1.0)
         return float(seen + (seq_len**2 if self.crosses else 0))
+
+    def table_bytes(self, dtype: str) -> int:
+        """Return what a token's position takes: cosines and sines of a head's size."""
+        return 2 * self.key_width // self.num_heads * BYTES_OF[dtype]
+
+    def mask_bytes(self, seq_len: int, dtype: str, *, is_masked: bool) -> int:
+        """Return the mask that the model makes, for each token; 0 where a causal flag will do.
+
+        ``is_masked``: the sequences need one, for documents that do not see each other or padding.
+        """
+        if self.is_eager:
+            return seq_len * BYTES_OF[dtype]
+        has_window = self.window is not None and self.window < seq_len
+        return seq_len if is_masked or has_window else 0
+
+    def kept_bytes(self, seq_len: int, dtype: str, *, is_masked: bool, is_compiled: bool) -> float:
+        """Return what attention saves for each token because of its mask, or of its scores."""
+        has_mask = self.mask_bytes(seq_len, dtype, is_masked=is_masked) > 0
+        elements = self._num_scores(is_compiled=is_compiled) * self.num_heads * seq_len
+        if has_mask and not is_compiled:  # compiled, both are made again from what is there
+            elements += self.repeated_width
+            elements += 0 if elements > self.repeated_width else seq_len  # in the scores' type
+        return float(elements * BYTES_OF[dtype])
+
+    def working_bytes(
+        self, seq_len: int, dtype: str, *, is_masked: bool, is_compiled: bool
+    ) -> float:
+        """Return what is there beside that, for each token, while attention is differentiated."""
+        num_scores = self._num_scores(is_compiled=is_compiled)
+        if num_scores:  # their gradient, and the one before it
+            return float(max(1, 3 - num_scores) * self.num_heads * seq_len * BYTES_OF[dtype])
+        if is_compiled and self.mask_bytes(seq_len, dtype, is_masked=is_masked):
+            return float((seq_len + self.repeated_width) * BYTES_OF[dtype])
+        return 0.0
+
+    def _num_scores(self, *, is_compiled: bool) -> int:
+        """Return how many matrices of (query, key) are saved for a head.
+
+        A fused attention saves none; on a CPU there is none with dropout. Written out: after the
+        softmax, before a cap, and with dropout what is dropped and what is left.
+        """
+        if not self.is_eager and (is_compiled or not self.has_dropout):
+            return 0
+        num_scores = 1 + self.has_softcap + 2 * self.has_dropout
+        return num_scores * (2 if self.crosses else 1)
 
     def forward_flops(self, seq_len: int) -> float:
         """Return the operations of one sequence: scores, and the weighted sum of values."""
@@ -73,9 +121,10 @@ class BlockSpec:
     trainable_numel: int
     attention: Attention | None
     input_elements_per_token: int
-    kept_elements_per_token: float  # what autograd saves, without weights and the input
+    kept_elements_per_token: float  # what autograd saves, without weights and the input; compiled
     kept_statistics_per_token: int  # fp32 values beside them: log-sum-exp, norms
     widest_elements_per_token: float  # the widest layer's output: gradients come in this size
+    eager_elements_per_token: float = 0.0  # saved more where nothing is compiled
     frozen_matrices: tuple[torch.Size, ...] = ()  # those that frozen_weights applies to
 
     def weight_bytes(self, dtype: str) -> int:
@@ -108,22 +157,22 @@ class BlockSpec:
         return self.input_elements_per_token * BYTES_OF[dtype]
 
     def kept_bytes_per_token(self, dtype: str, *, is_compiled: bool = True) -> float:
-        """Return the activations of a kept block, without its input."""
-        elements = self.kept_elements_per_token * (1.0 if is_compiled else EAGER_SHARE)
+        """Return the activations of a kept block, without its input, masks and scores."""
+        elements = self.kept_elements_per_token
+        elements += 0.0 if is_compiled else self.eager_elements_per_token
         return elements * BYTES_OF[dtype] + 4 * self.kept_statistics_per_token
 
-    def working_bytes_per_token(self, dtype: str, *, is_compiled: bool) -> float:
-        """Return what a micro-batch needs while it is differentiated.
+    def gradient_bytes_per_token(self, dtype: str, *, is_compiled: bool) -> float:
+        """Return what stands beside the activations while a micro-batch is differentiated.
 
-        Its activations; compiled, their gradients take their place one by one. Otherwise also the
-        gradients of the widest layer's inputs and output. An adapter's product stands beside its
-        layer's until both are added, and so do their gradients: four of the widest, by measurement.
+        Compiled, gradients take the activations' place one by one. Otherwise those of both
+        factors of the widest layer are there too. An adapter's product stands beside its layer's
+        until both are added, and so do their gradients: four of the widest, by measurement.
         """
-        widest = 0 if is_compiled else 3
+        widest = 0 if is_compiled else 2
         if self.frozen_matrices and self.trainable_parameters:
             widest += 4
-        kept = self.kept_bytes_per_token(dtype, is_compiled=is_compiled)
-        return kept + widest * self.widest_elements_per_token * BYTES_OF[dtype]
+        return widest * self.widest_elements_per_token * BYTES_OF[dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,8 +375,9 @@ def _block_spec(part: Part, text: Any, index: int) -> BlockSpec:
     is_decoder = ".decoder" in f".{part.name}" or not getattr(text, "is_encoder_decoder", False)
     crosses = bool(getattr(text, "is_encoder_decoder", False)) and is_decoder
     attention = _attention(part, text, index, is_decoder=is_decoder, crosses=crosses)
-    saved = _saved_elements(part.module, text, share)
-    num_norms = sum(_is_norm(m) for m in part.module.modules())
+    saved = saved_elements(part.module, text, share)
+    eager = eager_elements(part.module, text, share)
+    num_norms = sum(is_norm(m) for m in part.module.modules())
     num_heads = 0 if attention is None else attention.num_heads * (2 if crosses else 1)
     hidden = int(text.hidden_size)
     return BlockSpec(
@@ -345,6 +395,7 @@ def _block_spec(part: Part, text: Any, index: int) -> BlockSpec:
         kept_elements_per_token=sum(saved),
         kept_statistics_per_token=num_heads + num_norms,
         widest_elements_per_token=max([hidden, *saved]),
+        eager_elements_per_token=eager,
         frozen_matrices=tuple(
             p.shape for name, p in part.parameters.items() if is_packable(name, p)
         ),
@@ -370,6 +421,8 @@ def _attention(
         window = getattr(text, "attention_chunk_size", None)
     elif kind == "full_attention" or getattr(text, "use_sliding_window", True) is False:
         window = None
+    dropouts = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    num_repeated = num_heads - (getattr(text, "num_key_value_heads", None) or num_heads)
     names = getattr(text, "architectures", None) or [""]
     is_masked_lm = names[0].endswith("ForMaskedLM")
     return Attention(
@@ -379,72 +432,17 @@ def _attention(
         is_causal=is_decoder and not is_masked_lm,
         window=window if isinstance(window, int) else None,
         crosses=crosses,
+        repeated_width=num_repeated * ((key_size or size) + (value_size or size)),
+        # A bias that is learned leaves no fused attention, whatever was asked for.
+        is_eager=getattr(text, "_attn_implementation", None) == "eager"
+        or hasattr(text, "relative_attention_num_buckets"),
+        has_dropout=any(getattr(text, name, None) for name in dropouts),
+        has_softcap=bool(getattr(text, "attn_logit_softcapping", None)),
     )
-
-
-def _saved_elements(block: nn.Module, text: Any, share: float) -> list[float]:
-    """Return the sizes, per token, of what a compiled block saves for its backward.
-
-    Each distinct input of a matrix product and each product's output, less the last one, which is
-    the next block's input: outputs stand for what comes between two products (rotated queries, the
-    residual stream), which is saved once. Exact for Llama-like blocks with the default attention.
-    """
-    inputs: list[float] = []
-    outputs: list[float] = []
-    inside_adapters = {
-        id(inner)
-        for module in block.modules()
-        if hasattr(module, "base_layer")
-        for inner in module.modules()
-    }
-    for parent in block.modules():
-        inputs += _expert_elements(parent, text, share)
-        if id(parent) in inside_adapters:
-            continue  # its base is seen from outside, as if there were no adapter
-        linears = list(_linears(parent))
-        widths = [width for _, width, _ in linears]
-        for position, (name, width, out) in enumerate(linears):
-            # Queries, keys and values read one tensor; the projection after them another.
-            is_last = position == len(linears) - 1 and not name.startswith("v")
-            if width not in widths[:position] or (is_last and len(linears) > 1):
-                inputs.append(width)
-            outputs.append(out)
-            if hasattr(parent, f"{name[0]}_norm"):  # normed queries beside the raw ones
-                outputs.append(out)
-    return [*inputs, *outputs[:-1]] if outputs else inputs
-
-
-def _linears(parent: nn.Module) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, in, out) of the parent's own matrix products."""
-    for name, wrapped in parent.named_children():
-        child = getattr(wrapped, "base_layer", wrapped)  # LoRA's own products are narrow
-        weight = getattr(child, "weight", None)
-        if next(child.children(), None) is None and weight is not None and weight.dim() == 2:
-            if hasattr(child, "in_features"):
-                yield name, int(child.in_features), int(child.out_features)  # type: ignore[arg-type]
-            elif hasattr(child, "nf"):  # GPT-2's transposed product
-                yield name, int(weight.shape[0]), int(weight.shape[1])
-
-
-def _expert_elements(module: nn.Module, text: Any, share: float) -> list[float]:
-    """Return what the experts that a token visits save: input, gate and up, product, output."""
-    own = dict(module.named_parameters(recurse=False))
-    if share == 1 or not any(p.dim() == 3 for p in own.values()):
-        return []
-    num_visited = float(text.num_experts_per_tok)
-    hidden = int(text.hidden_size)
-    size = next(int(getattr(text, n)) for n in _EXPERT_SIZES if getattr(text, n, None))
-    return [num_visited * n for n in (hidden, 2 * size, size, hidden)]
 
 
 def _experts(part: Part) -> bool:
     return any("experts" in name.split(".") for name in part.parameters)
-
-
-def _is_norm(module: nn.Module) -> bool:
-    own = list(module.parameters(recurse=False))
-    is_leaf = next(module.children(), None) is None
-    return is_leaf and bool(own) and all(p.dim() == 1 for p in own)
 
 
 def _active_expert_share(text: Any) -> float:

@@ -26,7 +26,7 @@ FLOORS = (
     ("engine",),
     ("planning",),
     ("model_spec",),
-    ("model_config", "model_directory"),
+    ("model_config", "model_directory", "saved_activations"),
     ("machine",),
     ("optim",),
     ("stream",),

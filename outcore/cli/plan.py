@@ -116,6 +116,10 @@ def plan_command(
             help="Clipping without gradients that wait: a first pass finds the norm.",
         ),
     ] = False,
+    masked: Annotated[
+        bool,
+        typer.Option("--masked", help="Sequences hold several documents, or padding."),
+    ] = False,
     checkpoints: Annotated[
         bool,
         typer.Option(
@@ -192,6 +196,7 @@ def plan_command(
         frozen_weights=None if frozen_weights is None else frozen_weights.value,
         micro_batch=micro_batch,
         objective=objective.value,
+        is_masked=masked,
         checkpoints=checkpoints,
         budgets=budgets(device_memory, host_memory, disk, machine),
     )

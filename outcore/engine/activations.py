@@ -20,7 +20,7 @@ from torch import Tensor
 from outcore.units import format_bytes
 
 Signature = tuple[Any, ...]
-SLACK = 1.1  # blocks of one model differ a little; a plan counts their mean
+SLACK = 1.1  # what a plan counts is exact for few families
 
 
 class ActivationPolicy:
@@ -36,7 +36,7 @@ class ActivationPolicy:
     ) -> None:
         """``choices``: "keep", "recompute" or "offload" for each block; None: keep what fits.
 
-        ``planned_bytes``: what a plan counted for a block that keeps.
+        ``planned_bytes``: what a plan counted for a block that keeps, at most.
         """
         self._choices = choices
         self._planned_bytes = planned_bytes

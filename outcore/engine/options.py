@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
@@ -14,6 +14,7 @@ from outcore.kernels.packed_format import PackedFormat, packed_format
 from outcore.machine import here
 from outcore.optim.state_format import StateFormat
 from outcore.optim.state_format import state_format as make_state_format
+from outcore.planning.device_type import computing_on_cpu
 from outcore.planning.make import plan as make_plan
 from outcore.planning.plan import Budgets, Plan
 from outcore.store.disk_budget import DiskBudget, parse_disk
@@ -77,8 +78,8 @@ def plan_here(subject: Any, options: dict[str, Any], tokens: int, seq_len: int) 
     """Return a plan for this machine, within the budgets of ``options``."""
     device = _device(options["device"])
     machine = here(progress=_announce_probe)
-    if device.type == "cpu":  # it copies like any other, though the memory is one
-        machine = replace(machine, is_unified=False)
+    if device.type == "cpu":
+        machine = computing_on_cpu(machine)
     dtype = options["dtype"] or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     return make_plan(
         subject,

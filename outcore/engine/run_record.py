@@ -16,6 +16,7 @@ from torch import nn
 from outcore.engine.offload import engine_of
 from outcore.engine.offloaded import Engine
 from outcore.planning.page import plan_page
+from outcore.planning.plan import WORKING_MEMORY
 from outcore.planning.side_by_side import Measurement, Row, side_by_side, side_by_side_table
 from outcore.planning.trace import write_trace
 from outcore.stream.recording import Recording, recording
@@ -56,6 +57,8 @@ class RunRecord:
             step_s=end_s - start_s,
             spans=tuple(spans),
             peak_bytes={tier.tier: tier.peak_bytes for tier in self._engine.report()},
+            # A CPU's allocator tells nothing: only the books are known.
+            unseen=() if self._engine.device.type == "cuda" else (WORKING_MEMORY,),
         )
 
     def write_trace(self, path: str | Path) -> None:

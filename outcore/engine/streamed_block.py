@@ -178,9 +178,11 @@ def _signature(tensors: Sequence[Tensor], batches: MicroBatches) -> activations.
 
 
 def _input_bytes(tensors: Sequence[Tensor], batches: MicroBatches) -> int:
-    """Count what this call alone keeps alive: hidden states, not the tables that all share."""
-    return sum(
-        t.nbytes
-        for t in tensors
-        if t.is_floating_point() and t.dim() == 3 and t.shape[0] == batches.batch
-    )
+    """Count what this call alone keeps alive: hidden states, not the tables that all share.
+
+    Tables of positions have the batch's shape too where each sequence has its own positions.
+    """
+    states = [
+        t for t in tensors if t.is_floating_point() and t.dim() == 3 and t.shape[0] == batches.batch
+    ]
+    return sum(t.nbytes for t in states if t.shape[2] == states[0].shape[2])

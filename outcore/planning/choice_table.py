@@ -71,6 +71,9 @@ class ChoiceTable:
             [*(units.first_chunk(i) for i in blocks), 0], dtype=np.float64
         )
         self._fixed = self._fixed_bytes()
+        self._working = np.array(
+            [self.memory.working_bytes([i >= n - kept for i in range(n)]) for kept in range(n + 1)]
+        )
 
     def simulate(self, choice: Choice, *, records: bool = False) -> Simulated:
         return simulate(
@@ -86,7 +89,7 @@ class ChoiceTable:
     # --- bytes ----------------------------------------------------------------------------------
 
     def _fixed_bytes(self) -> float:
-        """What every choice has on the device: edges, gradient buffers, working memory, norms."""
+        """What every choice has on the device: edges, gradient buffers, norms."""
         n = self.num_blocks
         all_device = Choice(first_device_weights=n, first_device_state=n, edge_state=_DEVICE)
         device = self.memory.tiers(all_device.placement(n, self.micro_batch))["device"]
@@ -95,7 +98,6 @@ class ChoiceTable:
             - self._weights[-1]
             + device.get("gradient buffers", 0)
             + device.get("expanded weights", 0)
-            + device["working memory"]
             + device.get("block inputs", 0)
             - self._inputs[-1]
         )
@@ -115,7 +117,7 @@ class ChoiceTable:
         device = self._fixed + weights[w] + c.num_slots * self._largest_after[w]
         device += trained[s] * with_gradient + self._lodged_bytes(c)
         device += self._inputs[n] - self._inputs[recomputing]
-        device += self._kept[n] - self._kept[recomputing]
+        device += self._kept[n] - self._kept[recomputing] + self._working[c.last_kept]
         largest_input = max(self._input_bytes)
         device += np.where(
             offloads, np.minimum(3, recomputing) * largest_input, self._inputs[recomputing]

@@ -41,6 +41,7 @@ def plan(
     frozen_weights: FrozenWeights | None = None,
     micro_batch: int | None = None,
     objective: Literal["speed", "memory"] = "speed",
+    masked: bool = False,
     checkpoints: bool = False,
 ) -> Plan:
     """Return where everything would live, and what a step of ``tokens`` would cost.
@@ -52,6 +53,8 @@ def plan(
     disk: "/mnt/nvme:500GiB" lets weights and state go there; None: no disk.
     clipping: True lets gradients wait for the norm of all; False is for
         ``AdamW(update_during_backward=True)``, "two-pass" for the same with ``max_grad_norm``.
+    masked: True where sequences hold several documents, or padding: Transformers then makes a mask
+        of seq_len by seq_len for each, and attention works with it.
     checkpoints: True counts host memory for a copy of all state, so that a checkpoint is written
         while training goes on. Where there is none, or steps would be more than 5% slower for it,
         checkpoints are synchronous (``Plan.stages_checkpoints``).
@@ -91,6 +94,7 @@ def plan(
         micro_batch=micro_batch,
         budgets=budgets,
         objective=objective,
+        is_masked=masked,
         checkpoints=checkpoints,
     )
     return make_plan(spec, found, job)

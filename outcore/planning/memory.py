@@ -6,16 +6,17 @@ What the books do not see, because the allocator of the device makes it while a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from outcore.machine.machine import Machine
-from outcore.model_spec import BYTES_OF, ModelSpec
+from outcore.model_spec import BYTES_OF, BlockSpec, ModelSpec
 from outcore.optim.gradient_sinks import RING_BUFFERS
 from outcore.planning.cost import input_bytes
 from outcore.planning.device_type import device_type
 from outcore.planning.loss_chunks import chunk_rows
 from outcore.planning.placement import Placement, Units
-from outcore.planning.plan import CHECKPOINT_STAGING, Budgets, Job
+from outcore.planning.plan import CHECKPOINT_STAGING, WORKING_MEMORY, Budgets, Job
 from outcore.planning.state_bytes import StateBytes
 
 DEVICE_SLACK = 0.03  # part of the device budget for the allocator's rounding and fragments
@@ -62,12 +63,11 @@ class MemoryModel:
         self._stream_bytes = self._tokens * width  # the hidden states of the batch
         # A kept block holds its input and what autograd saved.
         self._kept = [
-            int(block.kept_bytes_per_token(job.dtype, is_compiled=self._is_gpu) * self._tokens)
-            + kept_input
+            int(self._kept_per_token(block) * self._tokens) + kept_input
             for block, kept_input in zip(spec.blocks, self._inputs, strict=True)
         ]
         self._num_norms = sum(edge.runs_as_block for edge in spec.edges)
-        self._working = self._working_bytes(micro_batch)
+        self._rows_at_once = micro_batch * job.seq_len
 
     def tiers(self, placement: Placement) -> TierBytes:
         """Return tier → purpose → bytes, without purposes that take none."""
@@ -149,14 +149,15 @@ class MemoryModel:
             if block.activations == "offload"
         ]
         add("host", "block inputs", sum(offloaded))
-        add("device", "block inputs", sum(sorted(offloaded)[-_OFFLOADED_INPUTS:]))
+        add("device", WORKING_MEMORY, sum(sorted(offloaded)[-_OFFLOADED_INPUTS:]))
         add("device", "block inputs", self._num_norms * self._stream_bytes)
         for i, block in enumerate(placement.blocks):
             if block.activations == "recompute":
                 add("device", "block inputs", self._inputs[i])
             elif block.activations == "keep":
                 add("device", "kept activations", self._kept[i])
-        add("device", "working memory", self._working)
+        keeps = tuple(block.activations == "keep" for block in placement.blocks)
+        add("device", WORKING_MEMORY, self.working_bytes(keeps))
 
     @property
     def checkpoint_staging_bytes(self) -> int:
@@ -168,25 +169,104 @@ class MemoryModel:
         """Return what keeping a block's activations takes beyond its input."""
         return self._kept[block] - self._inputs[block]
 
-    def _working_bytes(self, micro_batch: int) -> int:
-        spec, dtype = self._spec, self._job.dtype
-        rows_at_once = micro_batch * self._job.seq_len
-        in_blocks = max(
-            rows_at_once * block.working_bytes_per_token(dtype, is_compiled=self._is_gpu)
+    def largest_kept_bytes(self, placement: Placement) -> int | None:
+        """Return the most that one block keeps, with its input; None if none does."""
+        pairs = zip(self._kept, placement.blocks, strict=True)
+        return max((n for n, block in pairs if block.activations == "keep"), default=None)
+
+    def _kept_per_token(self, block: BlockSpec) -> float:
+        job, is_compiled = self._job, self._is_gpu
+        kept = block.kept_bytes_per_token(job.dtype, is_compiled=is_compiled)
+        if block.attention is not None:
+            kept += block.attention.kept_bytes(
+                job.seq_len, job.dtype, is_masked=job.is_masked, is_compiled=is_compiled
+            )
+        return kept
+
+    def working_bytes(self, keeps: Sequence[bool]) -> int:
+        """Return what a step makes on the way, if these blocks keep their activations."""
+        # The hidden states after the last block and their gradient are there throughout.
+        always = 2 * self._stream_bytes + self._mask_bytes()
+        if self._is_gpu:
+            in_blocks = max(self._graph_bytes[i] + n for i, n in enumerate(self._beside_bytes))
+            return int(max(in_blocks, self._loss_bytes()) + always + WORKSPACE_BYTES)
+        return int(self._in_turn(keeps) + always + self._batch_bytes())
+
+    def _in_turn(self, keeps: Sequence[bool]) -> float:
+        """Return the most beside what is kept, where each block's graph goes as it is used.
+
+        A block that keeps has its graph already, and those after it have left by then.
+        """
+        kept = [self.kept_bytes(i) if keep else 0 for i, keep in enumerate(keeps)]
+        gone, most = 0.0, self._loss_bytes()
+        for i in reversed(range(len(keeps))):
+            graph = 0.0 if keeps[i] else self._graph_bytes[i]
+            most = max(most, graph + self._beside_bytes[i] - gone)
+            gone += kept[i]
+        return most
+
+    @cached_property
+    def _graph_bytes(self) -> list[float]:
+        """What autograd saves of one micro-batch, block by block."""
+        return [self._rows_at_once * self._kept_per_token(block) for block in self._spec.blocks]
+
+    @cached_property
+    def _beside_bytes(self) -> list[float]:
+        """What is there beside that while it is differentiated, block by block."""
+        return [
+            self._rows_at_once * self._beside_per_token(block)
             + block.trainable_parameters * self._bytes.gradient
-            for block in spec.blocks
+            for block in self._spec.blocks
+        ]
+
+    def _beside_per_token(self, block: BlockSpec) -> float:
+        job, is_compiled = self._job, self._is_gpu
+        gradients = block.gradient_bytes_per_token(job.dtype, is_compiled=is_compiled)
+        if block.attention is None:
+            return gradients
+        in_attention = block.attention.working_bytes(
+            job.seq_len, job.dtype, is_masked=job.is_masked, is_compiled=is_compiled
         )
-        in_loss = 0.0
-        if spec.vocabulary:
-            rows = chunk_rows(self._tokens, spec.vocabulary, spec.hidden_size)
-            logits = rows * spec.vocabulary
-            # The logits and their gradient, and the head's gradient in fp32 if it is trained.
-            in_loss = 2 * logits * BYTES_OF[dtype]
-            if any(edge.trainable_numel for edge in spec.edges):
-                in_loss += 4 * spec.head_parameters
-        # The hidden states after the last block and their gradient exist in both.
-        workspace = WORKSPACE_BYTES if self._is_gpu else 0
-        return int(max(in_blocks, in_loss) + 2 * self._stream_bytes + workspace)
+        return max(gradients, in_attention)  # the widest layer is not attention's
+
+    def _batch_bytes(self) -> int:
+        """The batch itself: four numbers for a token, and the tables of its positions.
+
+        A GPU's working memory was measured with these in it.
+        """
+        tables = {
+            block.attention.window: block.attention.table_bytes(self._job.dtype)
+            for block in self._spec.blocks
+            if block.attention is not None
+        }
+        return self._tokens * (4 * 8 + sum(tables.values()))
+
+    def _loss_bytes(self) -> float:
+        """A chunk of logits and what comes of them; the head's gradient in fp32 if it is trained.
+
+        Compiled, that is the logits' gradient. Otherwise also their logarithms, and the gradient
+        of these.
+        """
+        spec = self._spec
+        if not spec.vocabulary:
+            return 0.0
+        rows = min(self._tokens, chunk_rows(self._tokens, spec.vocabulary, spec.hidden_size))
+        num_logits = rows * spec.vocabulary * (2 if self._is_gpu else 4)
+        is_trained = any(edge.trainable_numel for edge in spec.edges)
+        head = 4 * spec.head_parameters if is_trained else 0
+        return float(num_logits * BYTES_OF[self._job.dtype] + head)
+
+    def _mask_bytes(self) -> int:
+        """Masks of the whole batch: one for all blocks that see the same keys."""
+        job = self._job
+        masks = {
+            block.attention.window: block.attention.mask_bytes(
+                job.seq_len, job.dtype, is_masked=job.is_masked
+            )
+            for block in self._spec.blocks
+            if block.attention is not None
+        }
+        return self._tokens * sum(masks.values())
 
 
 def totals(tiers: TierBytes) -> dict[str, int]:

@@ -11,11 +11,14 @@ from typing import Literal
 
 from outcore.timeline import LANES, Span
 
-CHECKPOINT_STAGING = "checkpoint staging"  # a purpose: a copy of all state, while it is written
+# Purposes: a copy of all state, while it is written; what a step makes on the way.
+CHECKPOINT_STAGING = "checkpoint staging"
+WORKING_MEMORY = "working memory"
 
 __all__ = [
     "CHECKPOINT_STAGING",
     "LANES",
+    "WORKING_MEMORY",
     "Activations",
     "BlockPlan",
     "Budgets",
@@ -59,6 +62,7 @@ class Job:
     micro_batch: int | None = None  # sequences inside a block; None: as the engine picks
     budgets: Budgets = Budgets()
     objective: Literal["speed", "memory"] = "speed"
+    is_masked: bool = False  # sequences hold several documents, or padding
     checkpoints: bool = False  # written while training goes on, if the host has memory for a copy
 
     @property
@@ -117,11 +121,17 @@ class Plan:
     # What the plan was made for: a model with other numbers is refused. Empty, None: not known.
     block_parameters: tuple[int, ...] = ()
     hidden_size: int | None = None
+    largest_kept_bytes: int | None = None  # of one block that keeps its activations
     prediction: Prediction
 
     @property
     def kept_block_bytes(self) -> int | None:
-        """What a block that keeps its activations holds, on average; None if none does."""
+        """What a block that keeps its activations holds at most; None if none does.
+
+        The mean, where the largest is not known.
+        """
+        if self.largest_kept_bytes is not None:
+            return self.largest_kept_bytes
         num_kept = sum(block.activations == "keep" for block in self.blocks)
         kept = self.peak_bytes.get("device", {}).get("kept activations")
         return kept // num_kept if kept and num_kept else None

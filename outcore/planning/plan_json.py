@@ -221,6 +221,7 @@ _job = _object(
         "micro_batch": _optional(_whole(1)),
         "budgets": _budgets,
         "objective": _one_of(Literal["speed", "memory"]),
+        "is_masked": _bool,
         "checkpoints": _bool,
     },
 )
@@ -251,6 +252,7 @@ _plan = _object(
         "peak_bytes": _mapping(_tier, _mapping(_text, _bytes)),
         "block_parameters": _tuple(_whole(0)),
         "hidden_size": _optional(_whole(1)),
+        "largest_kept_bytes": _optional(_whole(0)),
         "prediction": _prediction,
     },
 )

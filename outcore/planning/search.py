@@ -350,6 +350,7 @@ def _plan_of(
         peak_bytes=table.memory.tiers(placement),
         block_parameters=tuple(block.parameters for block in spec.blocks),
         hidden_size=spec.hidden_size,
+        largest_kept_bytes=table.memory.largest_kept_bytes(placement),
         prediction=Prediction(
             step_s=simulated.step_s,
             tokens_per_s=tokens / simulated.step_s,

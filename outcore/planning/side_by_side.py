@@ -28,6 +28,7 @@ class Measurement:
     step_s: float
     spans: tuple[Span, ...] = ()
     peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    unseen: tuple[str, ...] = ()  # purposes of the device that these bytes are without
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +102,13 @@ def side_by_side(plan: Plan, measured: Measurement) -> list[Row]:
             rows.append(Row(what=f"{lane} busy", unit="s", predicted=before, measured=after))
     for tier in TIERS:
         if tier in measured.peak_bytes:
+            unseen = measured.unseen if tier == "device" else ()
+            purposes = plan.peak_bytes.get(tier, {})
             rows.append(
                 Row(
-                    what=f"{tier} peak",
+                    what=" without ".join([f"{tier} peak", *unseen]),
                     unit="bytes",
-                    predicted=plan.tier_bytes(tier),
+                    predicted=sum(n for what, n in purposes.items() if what not in unseen),
                     measured=measured.peak_bytes[tier],
                     tolerance=BYTES_TOLERANCE,
                 )

@@ -16,6 +16,7 @@ import outcore
 from outcore.machine import here
 from outcore.model_config import first_line, read_config
 from outcore.model_directory import model_directory
+from outcore.planning.device_type import computing_on_cpu
 from outcore.planning.plan import Plan
 from outcore.shapes import shape_config, shape_names
 from outcore.train.settings import TrainSettings
@@ -83,8 +84,8 @@ def plan_for(
     assert settings.seq_len is not None
     machine = here(progress=probing)
     device = _device(settings)
-    if device.type == "cpu":  # it copies like any other, though the memory is one
-        machine = replace(machine, is_unified=False)
+    if device.type == "cpu":
+        machine = computing_on_cpu(machine)
     return outcore.plan(
         config,
         tokens=sequences * settings.seq_len,
@@ -99,6 +100,7 @@ def plan_for(
         adapters=adapters_of(settings),
         frozen_weights=settings.frozen_weights,
         micro_batch=settings.micro_batch,
+        masked=True,  # a sequence is several documents, or ends in padding
         checkpoints=settings.save_every is not None,
     )
 

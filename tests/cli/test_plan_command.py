@@ -98,12 +98,14 @@ def test_every_option_reaches_the_job(planner: Planner) -> None:
         *MODEL,
         *("--tokens", "4096", "--seq-len", "512", "--device-memory", "24GiB"),
         *("--host-memory", "100GB", "--disk", "/a:b:2TiB", "--state", "compact"),
-        *("--objective", "memory", "--no-clipping", "--micro-batch", "2", "--checkpoints"),
+        *("--objective", "memory", "--no-clipping", "--micro-batch", "2"),
+        *("--checkpoints", "--masked"),
     )
     assert result.exit_code == 0, result.output
     job = planner.jobs[0]
     assert (job.tokens, job.seq_len, job.micro_batch, job.clipping) == (4096, 512, 2, "none")
     assert (job.state_format, job.objective, job.checkpoints) == ("compact", "memory", True)
+    assert job.is_masked
     assert job.budgets.device_bytes == 24 * GIB
     assert job.budgets.host_bytes == 100 * 10**9
     assert (job.budgets.disk_path, job.budgets.disk_bytes) == ("/a:b", 2 * 2**40)

@@ -99,6 +99,7 @@ def test_a_run_is_recorded_beside_its_plan(tmp_path: Path) -> None:
     assert measured.peak_bytes["device"] == outcore.engine_of(model).device_peak_bytes()
     rows = outcore.report(model, run, html=tmp_path / "run.html")
     assert [row.what for row in rows[:2]] == ["step", "speed"]
+    assert "device peak without working memory" in [row.what for row in rows]
     assert (tmp_path / "run.html").read_text().count("<svg") >= 2
     run.write_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -106,6 +107,7 @@ def test_a_run_is_recorded_beside_its_plan(tmp_path: Path) -> None:
     outcore.release(model)
 
 
+@pytest.mark.filterwarnings("error:a block's activations")  # it is planned as a CPU's
 def test_offload_makes_a_plan_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outcore.engine.options.here", lambda **_: machine_named("h200-pcie5"))
     model = BY_NAME["llama"].make().train()

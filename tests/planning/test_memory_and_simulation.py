@@ -8,8 +8,9 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from machines import H200, jobs, machines, specs, tiny_spec
+from machines import GIB, H200, jobs, machines, specs, tiny_spec
 
+from outcore.errors import DoesNotFit
 from outcore.machine.machine import Machine
 from outcore.model_spec import ModelSpec, model_spec
 from outcore.planning.choice_table import ChoiceTable
@@ -18,7 +19,7 @@ from outcore.planning.loss_chunks import chunk_rows
 from outcore.planning.memory import budgets_of, totals
 from outcore.planning.micro_batch import pick_micro_batch
 from outcore.planning.plan import LANES, Budgets, Clipping, Job, Plan
-from outcore.planning.search import fitting_choices, plan_of
+from outcore.planning.search import fits, fitting_choices, make_plan, plan_of
 from outcore.planning.state_bytes import StateBytes
 
 JOB = Job(tokens=32_768, seq_len=2048)
@@ -202,3 +203,48 @@ def test_the_engines_constants_are_the_plans() -> None:
 )
 def test_chunks_of_logits(num_rows: int, vocabulary: int, hidden_size: int, rows: int) -> None:
     assert chunk_rows(num_rows, vocabulary, hidden_size) == rows
+
+
+def test_sequences_of_several_documents_take_masks() -> None:
+    """On a GPU: one for the batch, and one in the type of the scores for a micro-batch."""
+    plain, masked = (plan_for(Choice(), replace(JOB, is_masked=m)) for m in (False, True))
+    whole = 32_768 * 2048
+    at_once = 4 * 2048 * 2 * (2048 + 2 * (16 - 2) * 128)  # with keys and values for each head
+    more = masked.tier_bytes("device") - plain.tier_bytes("device")
+    assert whole <= more <= whole + at_once  # the loss may take more than a block
+    assert masked.tier_bytes("host") == plain.tier_bytes("host")
+
+
+def test_a_job_is_refused_for_its_masks() -> None:
+    machine = replace(H200, device_name="CPU: any")
+    spec = model_spec("smollm2-135m")
+    job = Job(tokens=16_384, seq_len=8192, dtype="fp32")
+    low, high = 0, 8 * GIB
+    while high - low > 1 << 20:  # the least budget that fits without
+        middle = (low + high) // 2
+        is_enough = fits(spec, machine, replace(job, budgets=Budgets(device_bytes=middle)))
+        low, high = (low, middle) if is_enough else (middle, high)
+    with_masks = replace(job, is_masked=True, budgets=Budgets(device_bytes=high))
+    assert not fits(spec, machine, with_masks)
+    with pytest.raises(DoesNotFit, match="device needs"):
+        make_plan(spec, machine, with_masks)
+
+
+def test_a_kept_block_needs_no_second_graph_on_a_cpu() -> None:
+    machine = replace(H200, device_name="CPU: any")
+    memory = ChoiceTable(tiny_spec(vocabulary=64), machine, replace(JOB, dtype="fp32"), 4).memory
+    recomputed = memory.working_bytes([False] * 4)
+    graph = memory.kept_bytes(0) * 4 * 2048 / 32_768  # of a micro-batch
+    for keeps in ([True] * 4, [False, False, False, True]):
+        assert recomputed - memory.working_bytes(keeps) == pytest.approx(graph)
+    # A first block that keeps still has its graph while those after it are computed again.
+    assert memory.working_bytes([True, False, False, False]) == recomputed
+
+
+def test_quick_counts_on_a_cpu_follow_what_is_kept() -> None:
+    machine = replace(H200, device_name="CPU: any")
+    table = ChoiceTable(tiny_spec(), machine, replace(JOB, is_masked=True), 4)
+    for kept in range(5):
+        choice = Choice(last_kept=kept)
+        full = totals(table.memory.tiers(choice.placement(4, 4)))
+        assert table.bytes_of(Choices.of([choice]))[0][0] == pytest.approx(full["device"], abs=100)

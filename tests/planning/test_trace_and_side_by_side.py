@@ -78,6 +78,17 @@ def test_rows_of_a_prediction_and_a_measurement() -> None:
     assert rows["device peak"].cells()[1:4] == ("22.5 GiB", "22.0 GiB", "+2.3%")
 
 
+def test_what_a_measurement_cannot_see_is_not_predicted_for_it() -> None:
+    plan = make_plan()
+    purposes = plan.peak_bytes["device"]
+    purpose = next(iter(purposes))
+    seen = sum(purposes.values()) - purposes[purpose]
+    measured = Measurement(step_s=4.0, peak_bytes={"device": seen, "host": 1}, unseen=(purpose,))
+    rows = {row.what: row for row in side_by_side(plan, measured)}
+    assert rows[f"device peak without {purpose}"].difference == 0
+    assert rows["host peak"].predicted == plan.tier_bytes("host")
+
+
 def test_the_table_says_what_was_not_kept() -> None:
     rows = side_by_side(make_plan(), Measurement(step_s=2.0))
     console = Console(width=80, color_system=None)

@@ -18,9 +18,11 @@ from safetensors.torch import load_file
 from train_files import Files, write_chats, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import outcore
 from outcore.checkpoint import calls, run_state
 from outcore.checkpoint.contents import checkpoint_bytes
 from outcore.errors import BadRow, DoesNotFit, StoreError
+from outcore.planning.plan import Job, Plan
 from outcore.train import run as run_module
 from outcore.train.display import Display, LiveDisplay
 from outcore.train.figures import TrainResult
@@ -127,6 +129,22 @@ def test_a_copy_of_the_state_is_held_only_where_the_plan_counts_it(
     result = train(files.settings(max_steps=4, save_every=save_every), quiet())
     (host,) = [tier for tier in result.tiers if tier.tier == "host"]
     assert ("checkpoint staging" in host.purposes) == (save_every is not None)
+
+
+def test_the_plan_counts_the_masks_of_packed_sequences(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs: list[Job] = []
+    make = outcore.plan
+
+    def plan(*args: Any, **options: Any) -> Plan:
+        made = make(*args, **options)
+        jobs.append(made.job)
+        return made
+
+    monkeypatch.setattr(outcore, "plan", plan)
+    train(files.settings(max_steps=1), quiet())
+    assert [job.is_masked for job in jobs] == [True]
 
 
 def test_a_run_without_checkpoints_leaves_its_model(

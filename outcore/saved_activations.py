@@ -1,0 +1,153 @@
+"""What autograd saves of a block for its backward, in elements a token.
+
+Two counts: of a compiled block, by its matrix products; and what comes on top of that where nothing
+is compiled, by running the small modules between the products on the meta device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_EXPERT_SIZES = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+
+
+def saved_elements(block: nn.Module, text: Any, share: float) -> list[float]:
+    """Return the sizes, per token, of what a compiled block saves for its backward.
+
+    Each distinct input of a matrix product and each product's output, less the last one, which is
+    the next block's input: outputs stand for what comes between two products (rotated queries, the
+    residual stream), which is saved once. Exact for Llama-like blocks with the default attention.
+    """
+    inputs: list[float] = []
+    outputs: list[float] = []
+    inside_adapters = {
+        id(inner)
+        for module in block.modules()
+        if hasattr(module, "base_layer")
+        for inner in module.modules()
+    }
+    for parent in block.modules():
+        inputs += _expert_elements(parent, text, share)
+        if id(parent) in inside_adapters:
+            continue  # its base is seen from outside, as if there were no adapter
+        linears = list(_linears(parent))
+        widths = [width for _, width, _ in linears]
+        for position, (name, width, out) in enumerate(linears):
+            # Queries, keys and values read one tensor; the projection after them another.
+            is_last = position == len(linears) - 1 and not name.startswith("v")
+            if width not in widths[:position] or (is_last and len(linears) > 1):
+                inputs.append(width)
+            outputs.append(out)
+            if hasattr(parent, f"{name[0]}_norm"):  # normed queries beside the raw ones
+                outputs.append(out)
+    return [*inputs, *outputs[:-1]] if outputs else inputs
+
+
+def _linears(parent: nn.Module) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, in, out) of the parent's own matrix products."""
+    for name, wrapped in parent.named_children():
+        child = getattr(wrapped, "base_layer", wrapped)  # LoRA's own products are narrow
+        weight = getattr(child, "weight", None)
+        if next(child.children(), None) is None and weight is not None and weight.dim() == 2:
+            if hasattr(child, "in_features"):
+                yield name, int(child.in_features), int(child.out_features)  # type: ignore[arg-type]
+            elif hasattr(child, "nf"):  # GPT-2's transposed product
+                yield name, int(weight.shape[0]), int(weight.shape[1])
+
+
+def _expert_elements(module: nn.Module, text: Any, share: float) -> list[float]:
+    """Return what the experts that a token visits save: input, gate and up, product, output."""
+    own = dict(module.named_parameters(recurse=False))
+    if share == 1 or not any(p.dim() == 3 for p in own.values()):
+        return []
+    num_visited = float(text.num_experts_per_tok)
+    hidden = int(text.hidden_size)
+    size = next(int(getattr(text, n)) for n in _EXPERT_SIZES if getattr(text, n, None))
+    return [num_visited * n for n in (hidden, 2 * size, size, hidden)]
+
+
+def eager_elements(block: nn.Module, text: Any, share: float) -> float:
+    """Return what is saved more where nothing is compiled.
+
+    Inside norms, activations and dropouts: what these save of a row beside its input and output.
+    In a gated layer also the activation's output, which is multiplied by the gate. Of the norms,
+    the first reads the block's input and the second what attention left; others have their own.
+    """
+    total, num_norms, hidden = 0.0, 0, int(text.hidden_size)
+    for parent in block.modules():
+        linears = list(_linears(parent))
+        inner, is_gated = _inner_width(linears), _is_gated(linears)
+        experts = _expert_elements(parent, text, share)
+        if experts:
+            inner, is_gated = experts[2], True
+            total += 2 * hidden  # what attention left, and the router's input
+        total += _unfused_elements(linears, text)
+        for name, child in parent.named_children():
+            if next(child.children(), None) is not None:
+                continue
+            if is_norm(child):
+                numel = next(child.parameters()).numel()
+                # A norm of single heads follows the product of its name: q_norm after q_proj.
+                outs = [out for of, _, out in linears if f"{of[0]}_norm" == name]
+                total += max([numel, *outs]) * _saved_inside(child, numel)
+                num_norms += numel == hidden and not outs
+            elif isinstance(child, nn.Dropout):
+                total += hidden * _saved_inside(child, 1)
+            elif inner and next(child.parameters(), None) is None:
+                total += inner * (_saved_inside(child, 1) + is_gated)
+    return total + max(0, num_norms - 2) * hidden
+
+
+def _unfused_elements(linears: list[tuple[str, int, int]], text: Any) -> int:
+    """Return what comes of one product for queries, keys and values that are then rotated.
+
+    The values hold on to all of it, beside the rotated queries and keys; the output is copied.
+    """
+    if len(linears) != 2 or not getattr(text, "rope_parameters", None):
+        return 0
+    (_, width, out), (_, inner, _) = linears
+    num_heads = text.num_attention_heads
+    values = inner // num_heads * (getattr(text, "num_key_value_heads", None) or num_heads)
+    return out - values + width if out == inner + 2 * values else 0
+
+
+def _inner_width(linears: list[tuple[str, int, int]]) -> float:
+    """Return the width between the first products and the last one; 0 without any."""
+    return float(linears[-1][1]) if len(linears) > 1 else 0.0
+
+
+def _is_gated(linears: list[tuple[str, int, int]]) -> bool:
+    """Whether the first products make more than the last one takes: gate and up."""
+    return len(linears) > 1 and sum(out for _, _, out in linears[:-1]) > linears[-1][1]
+
+
+def _saved_inside(module: nn.Module, width: int) -> float:
+    """Return what a small module saves for each element, beside input, output and parameters."""
+    module = copy.deepcopy(module).to("meta").train()
+    x = torch.empty((1, 2, width), device="meta", requires_grad=True)
+    saved: dict[int, Tensor] = {}
+
+    def see(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor.detach()
+
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
+            output = module(x)
+    except Exception:  # any code of a model's; one that wants more than its input is no plain layer
+        return 1.0
+    for known in (x, output, *module.parameters()):
+        saved.pop(known.untyped_storage()._cdata, None)
+    rows = [t for t in saved.values() if t.numel() >= 2]  # not scalars, nor a weight plus one
+    return sum(t.numel() for t in rows if t.shape[:2] == x.shape[:2]) / x.numel()
+
+
+def is_norm(module: nn.Module) -> bool:
+    own = list(module.parameters(recurse=False))
+    is_leaf = next(module.children(), None) is None
+    return is_leaf and bool(own) and all(p.dim() == 1 for p in own)

@@ -1,0 +1,58 @@
+"""What eager blocks save, counted on the meta device, against what autograd saved."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import outcore
+from outcore.model_spec import spec_of_model
+
+sys.path.insert(0, str(Path(__file__).parent / "engine"))
+from families import BY_NAME
+
+# Written out or fused, norms of heads, norms after products, windows, caps, learned biases.
+EXACT = [
+    ("llama", "eager"), ("llama", "sdpa"), ("qwen3", "sdpa"), ("mistral", "sdpa"),
+    ("gemma2", "eager"), ("gemma3", "sdpa"), ("olmo2", "sdpa"), ("gpt2", "sdpa"),
+    ("bloom", "eager"), ("bert", "sdpa"), ("t5", "eager"),
+]  # fmt: skip
+ROUGH = [
+    ("phi3", "sdpa"), ("gpt-neox", "sdpa"), ("cohere", "sdpa"), ("bart", "sdpa"),
+    ("mixtral", "sdpa"), ("qwen3-moe", "sdpa"), ("deepseek-v3", "sdpa"),
+]  # fmt: skip
+
+
+def predicted_and_saved(name: str, attention: str) -> tuple[float, int]:
+    """Return the bytes of the largest block of one batch."""
+    family = BY_NAME[name]
+    model = family.make().train()
+    model.set_attn_implementation(attention)
+    ids = torch.randint(3, 90, (2, 48))
+    predicted = max(
+        block.kept_bytes_per_token("fp32", is_compiled=False)
+        + block.attention.kept_bytes(48, "fp32", is_masked=False, is_compiled=False)
+        for block in spec_of_model(model).blocks
+        if block.attention is not None
+    )
+    model = outcore.offload(model, device="cpu", activations="recompute", micro_batch=2)
+    outcore.AdamW(model, lr=1e-3)
+    model(input_ids=ids, labels=ids, **family.extra).loss.backward()
+    saved = outcore.engine_of(model).policy.largest_bytes()
+    outcore.release(model)
+    return predicted * ids.numel(), saved
+
+
+@pytest.mark.parametrize(("name", "attention"), EXACT)
+def test_families_that_are_counted_exactly(name: str, attention: str) -> None:
+    predicted, saved = predicted_and_saved(name, attention)
+    assert predicted == pytest.approx(saved, rel=0.015)
+
+
+@pytest.mark.parametrize(("name", "attention"), ROUGH)
+def test_families_that_are_counted_roughly(name: str, attention: str) -> None:
+    predicted, saved = predicted_and_saved(name, attention)
+    assert 0.96 * saved <= predicted <= 1.2 * saved
