@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -33,6 +34,14 @@ def test_key_biases_and_nothing_else_are_noise() -> None:
     assert sorted(found.noise) == [f"model.layers.{i}.self_attn.k_proj.bias" for i in range(2)]
     assert found.is_close, found.too_far
     assert found.worst[0] not in found.noise
+
+
+def test_no_machine_is_measured_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: Any) -> None:
+        pytest.fail("a plan was asked for")
+
+    monkeypatch.setattr("outcore.engine.options.here", refuse)
+    check_against_plain_torch(tiny_qwen2, VerifyJob(steps=1))
 
 
 def test_noise_allows_as_much_as_torch_itself_shows_and_no_more() -> None:
