@@ -40,6 +40,8 @@ def test_no_machine_is_measured_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: Any) -> None:
         pytest.fail("a plan was asked for")
 
+    # Only for a GPU is a plan made by itself.
+    monkeypatch.setattr("outcore.engine.offload.computes_on_cuda", lambda _: True)
     monkeypatch.setattr("outcore.engine.options.here", refuse)
     check_against_plain_torch(tiny_qwen2, VerifyJob(steps=1))
 
