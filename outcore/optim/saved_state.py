@@ -6,6 +6,7 @@ where each group lists the ids of its parameters. A parameter without an entry h
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -60,7 +61,18 @@ def check_saved_state(
         for key, parameter in zip(ids, parameters, strict=True)
         for copy in _copies(key, entries.get(key), targets.get(parameter, {}))
     ]
-    return SavedState(step=_step(entries), groups=groups, copies=copies)
+    step = _step(entries)
+    homes = [targets.get(parameter, {}) for parameter in parameters]
+    if any(
+        home and "remainder" in entries.get(key, {}) and "remainder" not in home
+        for key, home in zip(ids, homes, strict=True)
+    ):
+        warnings.warn(
+            "the state has the lower bits of fp32 masters (remainder), and this optimizer has no "
+            "place for them: it goes on from the weights as the model has them",
+            stacklevel=3,
+        )
+    return SavedState(step=step, groups=groups, copies=copies)
 
 
 def _groups(

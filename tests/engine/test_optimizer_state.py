@@ -167,6 +167,16 @@ def test_loading_an_empty_state_forgets_the_old_one() -> None:
     assert all(not entry["exp_avg_sq"].any() for entry in optimizer.state.values())
 
 
+def test_masters_that_find_no_place_are_told() -> None:
+    with torch.backends.mkldnn.flags(enabled=False):
+        model, optimizer = with_optimizer(offloaded(LLAMA.make(), dtype=torch.bfloat16))
+        train(model, optimizer, range(1))
+        state = copied(optimizer.state_dict())
+    _, fp32 = with_optimizer(offloaded(LLAMA.make()))
+    with pytest.warns(UserWarning, match="lower bits of fp32 masters"):
+        fp32.load_state_dict(state)
+
+
 def test_hooks_see_a_state_that_is_loaded() -> None:
     model = offloaded(LLAMA.make())
     optimizer = outcore.AdamW(model, lr=LR)
