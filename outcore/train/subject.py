@@ -21,6 +21,8 @@ from outcore.planning.plan import Plan
 from outcore.shapes import shape_config, shape_names
 from outcore.train.settings import TrainSettings
 
+_VOCABULARIES = {"tokenizer.json", "tokenizer.model", "tekken.json"}  # whatever a class names
+
 
 def check_device(settings: TrainSettings) -> None:
     """Refuse a device that is not there, before anything is done for it."""
@@ -65,12 +67,20 @@ def load_tokenizer(settings: TrainSettings) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
+        _check_vocabulary(tokenizer, directory)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{directory} has no tokenizer that can be read: --tokenizer names another directory "
             f"({first_line(error)})"
         ) from error
     return tokenizer
+
+
+def _check_vocabulary(tokenizer: Any, directory: Path) -> None:
+    """Refuse a tokenizer that was made of nothing, which older versions of transformers do."""
+    names = set(tokenizer.vocab_files_names.values())
+    if names and not any((directory / name).is_file() for name in names | _VOCABULARIES):
+        raise ValueError(f"none of {', '.join(sorted(names))} is there")
 
 
 def plan_for(
