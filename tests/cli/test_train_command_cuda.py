@@ -37,11 +37,11 @@ def test_a_stopped_run_goes_on_to_the_bits_of_a_whole_one(tmp_path: Path) -> Non
         wait_for(stopped, "step 20/")
         stopped.send_signal(signal.SIGTERM)
         for process in (whole, again, stopped):
-            told, _ = process.communicate(timeout=200)
+            told, _ = process.communicate(timeout=400)
             assert process.returncode == 0, told
     assert not (tmp_path / "stopped" / "model.safetensors").exists()
     with start("stopped", "--resume") as resumed:
-        told, _ = resumed.communicate(timeout=200)
+        told, _ = resumed.communicate(timeout=400)
     assert resumed.returncode == 0, told
     bits = (tmp_path / "whole" / "model.safetensors").read_bytes()
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == bits
