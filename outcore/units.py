@@ -1,10 +1,11 @@
-"""Byte sizes as people write them: ``"24GiB"`` in, ``"24.0 GiB"`` out."""
+"""Byte sizes: as people write them, ``"24GiB"`` in and ``"24.0 GiB"`` out; and of numbers."""
 
 from __future__ import annotations
 
 import re
 from decimal import Decimal
 
+BYTES_OF = {"bf16": 2, "fp32": 4}  # a number of what is computed in
 _FACTORS = {
     "": 1,
     "b": 1,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
@@ -33,3 +35,16 @@ def link_snapshot(blobs: Path) -> Path:
     for blob in blobs.iterdir():
         (snapshot / blob.name).symlink_to(Path("../../blobs") / blob.name)
     return snapshot
+
+
+def remembered_download(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return what a snapshot will be asked for with; it is not fetched."""
+    asked: dict[str, Any] = {}
+
+    def remember(name: str, **options: Any) -> str:
+        asked.update(options, name=name)
+        return "/somewhere"
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", remember)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return asked

@@ -26,7 +26,7 @@ FLOORS = (
     ("engine",),
     ("planning",),
     ("model_spec",),
-    ("model_config", "model_directory", "saved_activations"),
+    ("model_config", "model_directory", "saved_activations", "attention_spec"),
     ("machine",),
     ("optim",),
     ("stream",),

@@ -7,16 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
-from hub_cache import link_snapshot, offline_cache, put_snapshot
-from huggingface_hub import constants
+from hub_cache import link_snapshot, offline_cache, put_snapshot, remembered_download
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
+from outcore.attention_spec import Attention
 from outcore.blocks import find_parts
-from outcore.model_spec import Attention, model_spec, spec_of_model
+from outcore.model_spec import model_spec, spec_of_model
 from outcore.shapes import shape_config, shape_dict
 from outcore.store.spans import SpanLayout
 
@@ -185,14 +184,7 @@ def test_a_cached_config_of_the_hub_is_enough(cache: Path) -> None:
 
 
 def test_of_the_hub_nothing_but_the_config_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def remember(name: str, **options: Any) -> str:
-        asked.update(options, name=name)
-        return "/somewhere"
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", remember)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    asked = remembered_download(monkeypatch)
     with pytest.raises(ValueError, match=r"org/name on the Hugging Face Hub has no config\.json"):
         model_spec("org/name")
     assert (asked["name"], asked["allow_patterns"]) == ("org/name", ["config.json"])

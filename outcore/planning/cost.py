@@ -11,10 +11,11 @@ from functools import lru_cache
 
 from outcore.kernels.packed_format import FORMATS
 from outcore.machine.machine import Machine
-from outcore.model_spec import BYTES_OF, BlockSpec, ModelSpec
+from outcore.model_spec import BlockSpec, ModelSpec
 from outcore.planning.plan import Job
 from outcore.planning.state_bytes import StateBytes
 from outcore.store.packed_spans import packed_bytes
+from outcore.units import BYTES_OF
 
 MATMUL_EFFICIENCY = 1.0  # of sustained products, beside reading the weights
 ATTENTION_HALF_TOKENS = 1050  # sequences of this length get half of attention's rate

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from outcore.machine.machine import Machine
-from outcore.model_spec import BYTES_OF, BlockSpec, ModelSpec
+from outcore.model_spec import BlockSpec, ModelSpec
 from outcore.optim.gradient_sinks import RING_BUFFERS
 from outcore.planning.cost import input_bytes
 from outcore.planning.device_type import device_type
@@ -18,6 +18,7 @@ from outcore.planning.loss_chunks import chunk_rows
 from outcore.planning.placement import Placement, Units
 from outcore.planning.plan import CHECKPOINT_STAGING, WORKING_MEMORY, Budgets, Job
 from outcore.planning.state_bytes import StateBytes
+from outcore.units import BYTES_OF
 
 DEVICE_SLACK = 0.03  # part of the device budget for the allocator's rounding and fragments
 HOST_SHARE = 0.97  # of a machine's memory that a process gets

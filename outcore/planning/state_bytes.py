@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outcore.kernels.compact_format import BLOCK
-from outcore.model_spec import BYTES_OF
 from outcore.planning.plan import Job
+from outcore.units import BYTES_OF
 
 _SCALE_BYTES = 1 / BLOCK  # a scale of one byte for each block of an 8-bit moment
 

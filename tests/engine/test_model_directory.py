@@ -8,7 +8,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from hub_cache import link_snapshot, offline_cache, put_snapshot
+from hub_cache import link_snapshot, offline_cache, put_snapshot, remembered_download
 from huggingface_hub import constants, errors
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -67,14 +67,7 @@ def test_a_path_is_never_asked_of_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_pickles_and_code_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-
-    def remember(name: str, **options: Any) -> str:
-        asked.update(options, name=name)
-        return "/somewhere"
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", remember)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    asked = remembered_download(monkeypatch)
     assert model_directory("org/name") == Path("/somewhere")
     assert asked["name"] == "org/name"
     assert asked["local_files_only"] is False

@@ -6,8 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from outcore.attention_spec import Attention
 from outcore.machine.machine import Machine
-from outcore.model_spec import Attention, BlockSpec, EdgeSpec, ModelSpec
+from outcore.model_spec import BlockSpec, EdgeSpec, ModelSpec
 from outcore.planning.plan import Job
 
 GIB = 2**30
