@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import outcore
 from outcore.bench.job import BenchJob, BenchResult
@@ -42,6 +43,17 @@ def run(job: BenchJob) -> BenchResult:
     planning_s = time.perf_counter() - start
     torch.manual_seed(job.seed)
     model = outcore.from_config(config_from_dict(job.config), device=device, **options)
+    try:
+        return _measure(job, model, start, planning_s, two_passes)
+    finally:
+        # The process of a benchmark ends without the interpreter's clean-up; scratch files go here.
+        outcore.engine_of(model).close()
+
+
+def _measure(
+    job: BenchJob, model: PreTrainedModel, start: float, planning_s: float, two_passes: bool
+) -> BenchResult:
+    clips = job.max_grad_norm is not None
     model.train()
     optimizer = outcore.AdamW(
         model,
@@ -50,7 +62,7 @@ def run(job: BenchJob) -> BenchResult:
         update_during_backward=not clips or two_passes,
     )
     building_s = time.perf_counter() - start
-    ids, _ = random_batch(job, device)
+    ids, _ = random_batch(job, bench_device())
     losses: list[Tensor] = []
 
     def forward_and_backward() -> Tensor:

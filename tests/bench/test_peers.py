@@ -78,6 +78,14 @@ def test_native_runs_in_its_process_and_learns() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would compile on the device")
+def test_outcore_leaves_no_scratch_file_behind(tmp_path: Path) -> None:
+    row = run_peer("outcore", tiny_job(outcore_options={"state": "disk", "disk": str(tmp_path)}))
+    assert isinstance(row, BenchResult), row
+    assert row.notes["elements_updated"]["disk"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would compile on the device")
 def test_recomputing_does_not_change_the_loss() -> None:
     kept = load_peer("native")(tiny_job(recompute=False))
     recomputed = load_peer("native")(tiny_job(recompute=True))

@@ -30,6 +30,7 @@ def shape_of(row: dict[str, Any]) -> str:
 FILES = (
     "2026-11-15-h200-qwen2.5-7b.json",
     "2026-11-15-h200-qwen2.5-3b-peers.json",
+    "2026-11-15-h200-qwen2.5-3b-clipping.json",
     "2026-11-15-h200-plans.json",
 )
 ROWS = [
@@ -86,12 +87,11 @@ def predicted(row: dict[str, Any]) -> Plan:
     return plan_of(spec, H200, job, measured_placement(row, len(spec.blocks)))
 
 
-# Measured while small records went to the disk in too few requests at a time (docs/log.md).
-SLOW_DISK = "72b-minimal"
-
-
-@pytest.mark.parametrize("row", [r for r in ROWS if r.values[0]["setting"] != SLOW_DISK])
-def test_step_time_is_within_10_percent(row: dict[str, Any]) -> None:
+@pytest.mark.parametrize("row", ROWS)
+def test_step_time_is_within_10_percent(row: dict[str, Any], request: Any) -> None:
+    if row["setting"].startswith("72b-minimal"):
+        reason = "the disk moved 1.1 GB/s each way, 1.4 with fp32 state (docs/log.md)"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     plan = predicted(row)
     assert plan.prediction.step_s == pytest.approx(row["step_s"], rel=0.10)
     assert plan.prediction.tflops == pytest.approx(row["tflops"], rel=0.10)
