@@ -25,6 +25,7 @@ SOURCES = [
     "kernels/adamw.cpp",
     "kernels/adamw_compact.cpp",
     "kernels/checksum.cpp",
+    "kernels/disk_pieces.cpp",
 ]
 HEADERS = ["kernels/outcore_kernels.h", "kernels/host_kernel.h"]
 LIBRARY = "outcore/kernels/_outcore_kernels.so"
@@ -35,6 +36,7 @@ FLAGS = [
     "-O3",
     "-std=c++17",
     "-fPIC",
+    "-pthread",
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",

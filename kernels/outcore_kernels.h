@@ -1,7 +1,8 @@
 // The C interface of Outcore's host kernels: raw pointers and sizes in, an error code out.
 //
-// Owns the arithmetic contract. It does not own memory, threads' lifetimes, or any knowledge of
-// Python and torch, so one build serves every version of both.
+// Owns the arithmetic contract. It does not own memory, or any knowledge of Python and torch, so
+// one build serves every version of both. No thread that a call starts outlives it, but for
+// OpenMP's.
 //
 // Contract. Every product, sum, difference, square root and quotient below is rounded to fp32 on
 // its own (nothing is fused), so each instruction set, plain torch operations and the device kernel
@@ -81,14 +82,14 @@ extern "C" {
 #endif
 
 // Raised whenever a signature, a struct or the meaning of a value in this file changes.
-#define OC_ABI_VERSION 2
+#define OC_ABI_VERSION 3
 
 enum oc_status {
   OC_OK = 0,
   OC_ERROR_NULL = -1,       // a pointer is null though n > 0
-  OC_ERROR_SIZE = -2,       // n is negative
+  OC_ERROR_SIZE = -2,       // a size is negative, or not of whole pages where it must be
   OC_ERROR_DTYPE = -3,      // grad_dtype is none of enum oc_dtype
-  OC_ERROR_THREADS = -4,    // threads is negative
+  OC_ERROR_THREADS = -4,    // threads is negative, or zero where there is no default
   OC_ERROR_ALIGNMENT = -5,  // an array is not aligned to its element type
   OC_ERROR_ISA = -6,        // the name is unknown, or this CPU lacks the instructions
   OC_ERROR_BLOCK = -7,      // first_element is negative or no multiple of OC_BLOCK
@@ -117,7 +118,8 @@ const char* oc_isa(void);
 // For tests and benchmarks: the bits are the same with each.
 int oc_set_isa(const char* name);
 
-// In every function below, threads == 0 means the OpenMP default of the calling thread.
+// In every function below that computes, threads == 0 means the OpenMP default of the calling
+// thread.
 
 // One AdamW step over n parameters whose fp32 master is split.
 int oc_adamw_split(uint16_t* weight, int16_t* remainder, float* exp_avg, float* exp_avg_sq,
@@ -157,6 +159,25 @@ int oc_join_master(const uint16_t* weight, const int16_t* remainder, float* mast
 // the calling thread alone.
 int oc_checksum_pages(const void* data, int64_t num_pages, uint64_t first_page, uint64_t seed,
                       uint64_t* sum);
+
+// Whole pages in memory and at an offset of a file.
+struct oc_disk_record {
+  void* memory;
+  int64_t num_bytes;
+  int64_t offset;
+  uint64_t seed;
+  uint64_t sum;            // set to the checksum of the pieces that moved
+  unsigned char* is_done;  // a byte for each piece of at most piece_bytes, set to 1 if it moved
+};
+
+// Reads records of an open file in pieces on at most that many threads. A piece that does not move
+// as a whole is not tried again, and none is begun after it; the status does not tell.
+int oc_read_records(int fd, struct oc_disk_record* records, int64_t num_records,
+                    int64_t piece_bytes, int threads);
+
+// The same from memory to the file. The memory is only read.
+int oc_write_records(int fd, struct oc_disk_record* records, int64_t num_records,
+                     int64_t piece_bytes, int threads);
 
 #ifdef __cplusplus
 }

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from disk_by_piece import leave_all_to_python
 from hypothesis import settings
 
 # The same examples each time, so that a change is what turns a test red. To look for new ones:
@@ -31,6 +32,12 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records on disk move through ``disk_calls.read_at`` and ``write_at``, one piece a call."""
+    leave_all_to_python(monkeypatch)
 
 
 @pytest.fixture

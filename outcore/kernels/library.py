@@ -19,13 +19,13 @@ import torch
 from .adamw_scalars import AdamWScalars
 
 LIBRARY_PATH = Path(__file__).with_name("_outcore_kernels.so")
-ABI_VERSION = 2  # OC_ABI_VERSION in outcore_kernels.h
+ABI_VERSION = 3  # OC_ABI_VERSION in outcore_kernels.h
 
 _STATUS_TEXT = {
     -1: "a null pointer",
-    -2: "a negative size",
+    -2: "a negative size, or one that is not of whole pages",
     -3: "an unknown gradient type",
-    -4: "a negative number of threads",
+    -4: "a number of threads below the least",
     -5: "an array that is not aligned to its elements",
     -6: "an instruction set that is unknown or that this CPU lacks",
     -7: "a first element that is not at the start of a block",
@@ -38,10 +38,25 @@ class ScalarsStruct(ctypes.Structure):
     _fields_ = [(field.name, ctypes.c_float) for field in fields(AdamWScalars)]
 
 
+class RecordStruct(ctypes.Structure):
+    """``oc_disk_record``."""
+
+    _fields_ = [
+        ("memory", ctypes.c_void_p),
+        ("num_bytes", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("seed", ctypes.c_uint64),
+        ("sum", ctypes.c_uint64),
+        ("is_done", ctypes.c_void_p),
+    ]
+
+
 _ARRAY, _SIZE, _INT, _UINT64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint64
 _SCALARS = ctypes.POINTER(ScalarsStruct)
 # What oc_adamw_compact and oc_adamw_minimal have in common: moments, scales, gradient and on.
 _COMPACT = [*[_ARRAY] * 5, _INT, _SIZE, _SCALARS, _UINT64, _UINT64, _SIZE, _INT]
+_SUM = ctypes.POINTER(ctypes.c_uint64)
+_RECORDS = [_INT, ctypes.POINTER(RecordStruct), _SIZE, _SIZE, _INT]
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "oc_isa": (ctypes.c_char_p, []),
     "oc_set_isa": (_INT, [ctypes.c_char_p]),
@@ -54,10 +69,9 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "oc_adamw_minimal": (_INT, [_ARRAY, *_COMPACT]),
     "oc_split_master": (_INT, [_ARRAY, _ARRAY, _ARRAY, _SIZE, _INT]),
     "oc_join_master": (_INT, [_ARRAY, _ARRAY, _ARRAY, _SIZE, _INT]),
-    "oc_checksum_pages": (
-        _INT,
-        [_ARRAY, _SIZE, ctypes.c_uint64, ctypes.c_uint64, ctypes.POINTER(ctypes.c_uint64)],
-    ),
+    "oc_read_records": (_INT, _RECORDS),
+    "oc_write_records": (_INT, _RECORDS),
+    "oc_checksum_pages": (_INT, [_ARRAY, _SIZE, _UINT64, _UINT64, _SUM]),
 }
 
 _lock = threading.Lock()

@@ -148,10 +148,13 @@ class DiskUpdater:
                 )
             ]
         stores = []
-        for tensor, values, _ in staged.fetched:
-            after = read_by if values.data_ptr() == weight.data_ptr() else []
-            stores.append(tensor.store(staged.piece, values, after))
-            if tensor is chunk.unit.disk_weight:
+        values_of = {tensor: values for tensor, values, _ in staged.fetched}
+        for tensors in disk_tensors.files_of(list(values_of)):
+            sources = [(tensor, values_of[tensor]) for tensor in tensors]
+            is_read = any(values.data_ptr() == weight.data_ptr() for _, values in sources)
+            after = read_by if is_read else []
+            stores.append(disk_tensors.store_together(sources, staged.piece, after))
+            if chunk.unit.disk_weight in tensors:
                 self._weights_written.submit(_nothing, after=stores[-1:], fence=update.weight_ready)
         if resident is None and chunk.unit.disk_weight is None:
             update.weight_ready.mark_issued()
@@ -164,12 +167,14 @@ def _stage(update: ChunkUpdate) -> _Staged:
     piece, offset = divmod(chunk.start, chunk.unit.piece_numel(MAX_PIECE_ELEMENTS))
     assert offset == 0, "a chunk is one piece"
     tensors = update.home_tensors()
+    on_disk = update.state.on_disk
     fetched: list[Fetched] = []
     try:
-        for i, tensor in enumerate(update.state.on_disk):
-            if tensor is not None:
-                tensors[i], here = tensor.fetch(piece)
-                fetched.append((tensor, tensors[i], here))
+        for of_file in disk_tensors.files_of([tensor for tensor in on_disk if tensor is not None]):
+            pieces = disk_tensors.fetch_together(of_file, piece)
+            for tensor, (values, here) in zip(of_file, pieces, strict=True):
+                tensors[on_disk.index(tensor)] = values
+                fetched.append((tensor, values, here))
     except BaseException:
         _release(fetched)
         raise

@@ -1,6 +1,7 @@
 """Every system call that touches a scratch file's bytes, and nothing else.
 
-One layer, so that a test can make any one call fail. Each drops the GIL while it waits.
+One layer, so that a test can make any one call fail. Each drops the GIL while it waits;
+``read_parts`` and ``write_parts`` do so once for many requests.
 """
 
 from __future__ import annotations
@@ -10,6 +11,21 @@ import os
 from pathlib import Path
 
 from outcore.kernels.checksum import Bytes
+from outcore.kernels.disk_pieces import read_parts, write_parts
+
+__all__ = [
+    "allocate",
+    "close",
+    "create",
+    "forget_cached",
+    "free_bytes",
+    "read_at",
+    "read_parts",
+    "set_direct",
+    "status",
+    "write_at",
+    "write_parts",
+]
 
 
 def create(path: Path) -> int:

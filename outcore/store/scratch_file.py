@@ -7,13 +7,11 @@ belongs in a checkpoint.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,21 +21,14 @@ import torch
 from torch import Tensor
 
 from outcore.errors import StoreError
-from outcore.kernels.checksum import PAGE_BYTES, Bytes, checksum_pages
+from outcore.kernels.checksum import PAGE_BYTES
 from outcore.store import cufile_calls, disk_calls
 from outcore.store.ledger import Ledger
 from outcore.store.page_memory import page_bytes
-from outcore.store.pieces import (
-    DeviceBytes,
-    Memory,
-    OpenFile,
-    failed,
-    read_piece,
-    read_piece_to_device,
-    write_piece,
-)
+from outcore.store.pieces import DeviceBytes, OpenFile, failed
 from outcore.store.record_access import RecordAccess
-from outcore.store.record_layout import Record, RecordLayout, page_aligned_bytes
+from outcore.store.record_layout import Record, RecordLayout
+from outcore.store.record_transfer import Order, RecordTransfer, read_and_sum, record_error
 from outcore.store.scratch_creation import (
     SCRATCH_FILE_NAME,
     create_scratch,
@@ -46,11 +37,9 @@ from outcore.store.scratch_creation import (
     known_to_cufile,
 )
 
-MIN_PIECE_BYTES = 1 << 20
 OUT_OF_DISK = "Raise the disk budget, or train fewer parameters."
 
-# (file, memory, offset in the file, first page in the record, seed) → checksum
-_Piece = Callable[[OpenFile, Memory, int, int, int], int]
+HostMemory = Tensor | memoryview
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +83,9 @@ class ScratchFile:
     """Records of fixed size in one file, written and read as wholes from page-aligned memory.
 
     ``read`` and ``write`` block; any thread may call them, for different records at the same time.
-    After a failed read the memory holds no particular bytes; after a failed write the record is
-    lost until it is written again. Other records are not affected by either.
+    ``read_all`` and ``write_all`` move several at once, which keeps the disk busier than one after
+    the other. After a failed read the memory holds no particular bytes; after a failed write the
+    records are lost until they are written again. Other records are not affected by either.
     """
 
     def __init__(
@@ -125,15 +115,20 @@ class ScratchFile:
             self._file = known_to_cufile(self._file)
         self._written = [_Written(num_writes=0, checksum=None)] * len(self.layout.records)
         self._access = RecordAccess()
-        # Apart, or the pieces of a large write would stand before those of every read.
-        self._readers = ThreadPoolExecutor(self.options.num_threads, "outcore-disk-read")
-        self._writers = ThreadPoolExecutor(self.options.num_threads, "outcore-disk-write")
-        # At exit, or when nobody refers to the file any more; then no piece is in flight.
+        self._transfer = RecordTransfer(
+            self._file, num_threads=self.options.num_threads, piece_bytes=self.options.piece_bytes
+        )
+        # At exit, or when nobody refers to the file any more.
         self._owner_pid = os.getpid()
-        pools = (self._readers, self._writers)
-        inode = inode_of(os.fstat(self._file.fd))
         self._release = weakref.finalize(
-            self, _release, self._file, inode, hold.give_back, pools, self._owner_pid
+            self,
+            _release,
+            self._file,
+            inode_of(os.fstat(self._file.fd)),
+            hold.give_back,
+            self._transfer,
+            self._access,
+            self._owner_pid,
         )
 
     @property
@@ -146,14 +141,27 @@ class ScratchFile:
         """Whether ``read_to_device`` can be called."""
         return self._file.cufile_handle is not None
 
-    def read(self, index: int, target: Tensor | memoryview) -> None:
+    def read(self, index: int, target: HostMemory) -> None:
         """Fill ``target`` with what was last written to the record."""
-        record = self.layout.records[index]
-        memory = page_bytes(target, record.num_bytes, writable=True)
-        with self._access.reading(index):
-            written, checksum = self._last_write(record)
-            found = self._carry_out(self._readers, _read_and_sum, record, memory, written)
-            self._compare(record, found, checksum)
+        self.read_all([(index, target)])
+
+    def read_all(self, targets: Sequence[tuple[int, HostMemory]]) -> None:
+        """Fill each target with what was last written to its record."""
+        found = [self.layout.records[index] for index, _ in targets]
+        memory = [
+            page_bytes(target, record.num_bytes, writable=True)
+            for record, (_, target) in zip(found, targets, strict=True)
+        ]
+        with self._access.reading(record.index for record in found):
+            expected, orders = [], []
+            for record, bytes_ in zip(found, memory, strict=True):
+                written, checksum = self._last_write(record)
+                expected.append(checksum)
+                orders.append(Order(record=record, memory=bytes_, seed=_seed(record, written)))
+            for record, checksum, arrived in zip(
+                found, expected, self._transfer.read(orders), strict=True
+            ):
+                self._compare(record, arrived, checksum)
 
     def read_to_device(self, index: int, target: Tensor) -> Arrived:
         """Fill flat ``target`` with what was last written, past the host; see ``verify``.
@@ -165,14 +173,13 @@ class ScratchFile:
         target_bytes = target.view(torch.uint8)
         rest_bytes = target_bytes.numel() % PAGE_BYTES
         whole = target_bytes.numel() - rest_bytes
-        with self._access.reading(index):
+        with self._access.reading([index]):
             written, checksum = self._last_write(record)
-            memory = DeviceBytes.of(target_bytes[:whole])
-            self._carry_out(self._readers, _read_to_device, record, memory, written)
+            self._transfer.read_to_device(record, DeviceBytes.of(target_bytes[:whole]))
             rest, seed = None, _seed(record, written)
             if rest_bytes:
                 page = np.frombuffer(mmap.mmap(-1, PAGE_BYTES), dtype=np.uint8)
-                checksum -= _read_and_sum(
+                checksum -= read_and_sum(
                     self._file, page, record.offset + whole, whole // PAGE_BYTES, seed
                 )
                 rest = torch.from_numpy(page)[:rest_bytes]
@@ -184,17 +191,31 @@ class ScratchFile:
         """Raise if ``found``, the checksum of the bytes on the device, is not what was written."""
         self._compare(self.layout.records[arrived.index], found, arrived.checksum)
 
-    def write(self, index: int, source: Tensor | memoryview) -> None:
+    def write(self, index: int, source: HostMemory) -> None:
         """Make ``source`` the record's value; it must not change before this returns."""
-        record = self.layout.records[index]
-        memory = page_bytes(source, record.num_bytes)
-        with self._access.writing(index):
-            # Lost until it has succeeded: a failure must not leave the older value to be read.
-            written = _Written(num_writes=self._written[index].num_writes + 1, checksum=None)
-            self._written[index] = written
-            self._check_file(record)
-            checksum = self._carry_out(self._writers, _sum_and_write, record, memory, written)
-            self._written[index] = _Written(num_writes=written.num_writes, checksum=checksum)
+        self.write_all([(index, source)])
+
+    def write_all(self, sources: Sequence[tuple[int, HostMemory]]) -> None:
+        """Make each source its record's value; none may change before this returns."""
+        found = [self.layout.records[index] for index, _ in sources]
+        assert len({record.index for record in found}) == len(found), "a record with two values"
+        memory = [
+            page_bytes(source, record.num_bytes)
+            for record, (_, source) in zip(found, sources, strict=True)
+        ]
+        with self._access.writing(record.index for record in found):
+            orders = []
+            for record, bytes_ in zip(found, memory, strict=True):
+                # Lost until all have succeeded: a failure must not leave an older value to be read.
+                num_writes = self._written[record.index].num_writes + 1
+                written = _Written(num_writes=num_writes, checksum=None)
+                self._written[record.index] = written
+                orders.append(Order(record=record, memory=bytes_, seed=_seed(record, written)))
+            for record in found:
+                self._check_file(record)
+            for record, checksum in zip(found, self._transfer.write(orders), strict=True):
+                num_writes = self._written[record.index].num_writes
+                self._written[record.index] = _Written(num_writes=num_writes, checksum=checksum)
 
     def map(self) -> mmap.mmap:
         """Return the whole file as shared memory, through the page cache and unverified."""
@@ -208,10 +229,6 @@ class ScratchFile:
 
     def close(self) -> None:
         """Wait for I/O in flight, delete the file and give its bytes back."""
-        # The descriptor's number may belong to another file as soon as it is closed, so the last
-        # piece must be over by then.
-        self._readers.shutdown(wait=True)
-        self._writers.shutdown(wait=True)
         self._release()
 
     def __enter__(self) -> ScratchFile:
@@ -244,47 +261,9 @@ class ScratchFile:
                 "program wrote here: name another disk, and continue from the last checkpoint",
             )
 
-    def _carry_out(
-        self,
-        pool: ThreadPoolExecutor,
-        work: _Piece[Memory],
-        record: Record,
-        memory: Memory,
-        written: _Written,
-    ) -> int:
-        """Do ``work`` on each piece of a record and return the sum of the checksums."""
-        seed = _seed(record, written)
-        futures: list[Future[int]] = []
-        try:
-            piece_bytes = self._piece_bytes(record)
-            for start in range(0, memory.size, piece_bytes):
-                piece = memory[start : start + piece_bytes]
-                futures.append(
-                    pool.submit(
-                        work, self._file, piece, record.offset + start, start // PAGE_BYTES, seed
-                    )
-                )
-            concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
-        except RuntimeError as error:  # closed meanwhile, or no thread can be started
-            raise self._error(record, f"no thread takes the work ({error})") from error
-        finally:
-            # Nobody gets the memory or the record back while a thread still works on it.
-            for future in futures:
-                future.cancel()
-            concurrent.futures.wait(futures)
-        for future in futures:
-            if not future.cancelled() and (failure := future.exception()) is not None:
-                raise failure
-        return sum(future.result() for future in futures) % 2**64
-
-    def _piece_bytes(self, record: Record) -> int:
-        """Return the bytes of one request: small enough for every thread to have one."""
-        share = page_aligned_bytes(-(-record.num_bytes // self.options.num_threads))
-        return min(self.options.piece_bytes, max(MIN_PIECE_BYTES, share))
-
     def _check_file(self, record: Record) -> None:
         """Raise if the file was deleted or cut: the descriptor alone would not tell."""
-        if not self._release.alive:
+        if self._access.is_closed:
             raise self._error(record, "the file is closed")
         if os.getpid() != self._owner_pid:  # the threads did not come along
             raise self._error(record, "the file belongs to the process that this one forked from")
@@ -309,12 +288,7 @@ class ScratchFile:
         )
 
     def _error(self, record: Record, what: str) -> StoreError:
-        return StoreError(
-            f"{self.path}: record {record.index} at offset {record.offset} "
-            f"({record.num_bytes} bytes): {what}.",
-            path=self.path,
-            offset=record.offset,
-        )
+        return record_error(self.path, record, what)
 
 
 def _seed(record: Record, written: _Written) -> int:
@@ -322,39 +296,20 @@ def _seed(record: Record, written: _Written) -> int:
     return (record.index << 40) + written.num_writes
 
 
-# Functions and not methods: a thread that is done with a piece must not hold the last reference to
-# the file, whose release would then run on it.
-
-
-def _read_and_sum(file: OpenFile, target: Bytes, offset: int, first_page: int, seed: int) -> int:
-    read_piece(file, target, offset)
-    return checksum_pages(target, first_page=first_page, seed=seed)
-
-
-def _read_to_device(
-    file: OpenFile, target: DeviceBytes, offset: int, first_page: int, seed: int
-) -> int:
-    read_piece_to_device(file, target, offset)
-    return 0  # summed by whoever can look at it
-
-
-def _sum_and_write(file: OpenFile, source: Bytes, offset: int, first_page: int, seed: int) -> int:
-    checksum = checksum_pages(source, first_page=first_page, seed=seed)
-    write_piece(file, source, offset)
-    return checksum
-
-
 def _release(
     file: OpenFile,
     inode: tuple[int, int],
     give_back: Callable[[], None],
-    pools: tuple[ThreadPoolExecutor, ...],
+    transfer: RecordTransfer,
+    access: RecordAccess,
     owner_pid: int,
 ) -> None:
     if os.getpid() != owner_pid:  # a forked child that exits must not delete its parent's file
         return
-    for pool in pools:
-        pool.shutdown(wait=False)
+    # The descriptor's number may belong to another file as soon as it is closed, so the last piece
+    # must be over by then.
+    access.close()
+    transfer.shutdown()
     delete_scratch(file.path, inode)
     if file.cufile_handle is not None:
         with contextlib.suppress(RuntimeError):

@@ -8,6 +8,9 @@ what the last store before it stored.
     done = cores.submit(lambda: work(buffer), after=[here])
     disk.store(record, buffer, after=[done])          # or disk.release(buffer, after=[done])
 
+``fetch_all`` and ``store_all`` move several records as one piece of work, which keeps the disk
+busier.
+
 No deadlock: a piece of work waits only for work that was submitted before it. Hence the two rules
 for callers: the fences in ``after`` are of work that is submitted already, and buffers are given
 back (``store`` or ``release``, which need not wait for the work) before more are fetched than there
@@ -52,16 +55,26 @@ class DiskLanes:
 
         The fence fails if the read does, or if the last store of the record did.
         """
+        (buffer,), fence = self.fetch_all([record])
+        return buffer, fence
+
+    def fetch_all(self, records: Sequence[int]) -> tuple[list[Tensor], Fence]:
+        """Start to read ``records``; return a buffer for each, and one fence for all."""
         with self._lock:
-            after = [self._stored[record]] if record in self._stored else []
-            filled = self._fill(record, lambda buffer: self._file.read(record, buffer), after)
-            self._fetched[record] = filled[1]
-        return filled
+            after = [self._stored[record] for record in records if record in self._stored]
+            buffers, fence = self._fill(
+                records,
+                lambda lent: self._file.read_all(list(zip(records, lent, strict=True))),
+                after,
+            )
+            self._fetched.update(dict.fromkeys(records, fence))
+        return buffers, fence
 
     def zeros(self, record: int) -> tuple[Tensor, Fence]:
         """Return a buffer for a record that was never stored, as ``fetch`` does, with zeros."""
         with self._lock:
-            return self._fill(record, _zero, [])
+            (buffer,), fence = self._fill([record], _zero, [])
+        return buffer, fence
 
     def fetch_to_device(self, record: int, target: Tensor) -> tuple[Fence, list[Arrived]]:
         """Start to read ``record`` into device memory that nothing uses.
@@ -97,28 +110,35 @@ class DiskLanes:
         If a fence of ``after`` failed, or the fetch that filled the buffer, nothing is written, and
         fetches of the record fail until it is stored again.
         """
-        if buffer.numel() != self._num_bytes(record):
-            raise ValueError(
-                f"record {record} has {self._num_bytes(record)} bytes, not {buffer.numel()}"
-            )
+        return self.store_all([(record, buffer)], after)
+
+    def store_all(self, sources: Sequence[tuple[int, Tensor]], after: Sequence[Fence]) -> Fence:
+        """``store`` for several records: all are written, or none counts as written."""
+        for record, buffer in sources:
+            if buffer.numel() != self._num_bytes(record):
+                raise ValueError(
+                    f"record {record} has {self._num_bytes(record)} bytes, not {buffer.numel()}"
+                )
         with self._lock:
-            users = self._users(buffer, after)
-            overtaken = self._fetched.pop(record, None)  # must still see the older value
+            users = self._users([buffer for _, buffer in sources], after)
+            # Fetches that were asked for before must still see the older values.
+            overtaken = [
+                self._fetched.pop(record) for record, _ in sources if record in self._fetched
+            ]
 
             def write() -> None:
-                if overtaken is not None:
-                    wait_over([overtaken])
-                self._file.write(record, buffer)
+                wait_over(overtaken)
+                self._file.write_all(sources)
 
-            fence = self._stored[record] = Fence()
-            self.writes.submit(write, after=users, fence=fence)
-            self._take_back(buffer, users)
+            fence = self.writes.submit(write, after=users)
+            self._stored.update(dict.fromkeys((record for record, _ in sources), fence))
+            self._take_back([buffer for _, buffer in sources], users)
         return fence
 
     def release(self, buffer: Tensor, after: Sequence[Fence]) -> None:
         """Take a buffer back behind ``after`` without writing it."""
         with self._lock:
-            self._take_back(buffer, self._users(buffer, after))
+            self._take_back([buffer], self._users([buffer], after))
 
     def close(self) -> None:
         """Drop queued work, finish what is in hand and end the lanes; the file stays open."""
@@ -126,27 +146,33 @@ class DiskLanes:
         self.reads.close()
 
     def _fill(
-        self, record: int, fill: Callable[[Tensor], None], after: Sequence[Fence]
-    ) -> tuple[Tensor, Fence]:
-        """Lend a buffer and fill it on the lane of reads; whoever gets it next waits for that."""
-        buffer, free_after = self._staging.lend(self._num_bytes(record))
-        before = after if free_after is None else [free_after, *after]
-        fence = self._arrivals[buffer.data_ptr()] = Fence()
-        self.reads.submit(lambda: fill(buffer), after=before, fence=fence)
-        return buffer, fence
+        self,
+        records: Sequence[int],
+        fill: Callable[[list[Tensor]], None],
+        after: Sequence[Fence],
+    ) -> tuple[list[Tensor], Fence]:
+        """Lend buffers and fill them on the lane of reads; their next users wait for that."""
+        lent = self._staging.lend_all([self._num_bytes(record) for record in records])
+        buffers = [buffer for buffer, _ in lent]
+        before = [*(free_after for _, free_after in lent if free_after is not None), *after]
+        fence = self.reads.submit(lambda: fill(buffers), after=before)
+        self._arrivals.update((buffer.data_ptr(), fence) for buffer in buffers)
+        return buffers, fence
 
-    def _users(self, buffer: Tensor, after: Sequence[Fence]) -> list[Fence]:
-        """Return the fences of all who may touch the buffer: its read, and the caller's work."""
-        self._staging.check_lent(buffer)
-        arrival = self._arrivals.pop(buffer.data_ptr(), None)
-        return [*after, *([arrival] if arrival is not None else [])]
+    def _users(self, buffers: Sequence[Tensor], after: Sequence[Fence]) -> list[Fence]:
+        """Return the fences of all who may touch the buffers: reads, and the caller's work."""
+        for buffer in buffers:
+            self._staging.check_lent(buffer)
+        arrivals = [self._arrivals.pop(buffer.data_ptr(), None) for buffer in buffers]
+        return [*after, *dict.fromkeys(fence for fence in arrivals if fence is not None)]
 
-    def _take_back(self, buffer: Tensor, users: Sequence[Fence]) -> None:
+    def _take_back(self, buffers: Sequence[Tensor], users: Sequence[Fence]) -> None:
         # Behind the write in its lane, and behind all users: the first that fails ends the wait of
-        # the write, not the others' work. Failed or not the buffer is free then, so this fence does
-        # not fail.
+        # the write, not the others' work. Failed or not the buffers are free then, so this fence
+        # does not fail.
         free_after = self.writes.submit(lambda: wait_over(users))
-        self._staging.take_back(buffer, free_after)
+        for buffer in buffers:
+            self._staging.take_back(buffer, free_after)
 
     def _num_bytes(self, record: int) -> int:
         return self._file.layout.records[record].num_bytes
@@ -159,5 +185,6 @@ def wait_over(fences: Sequence[Fence]) -> None:
             fence.block()
 
 
-def _zero(buffer: Tensor) -> None:
-    buffer.zero_()
+def _zero(buffers: Sequence[Tensor]) -> None:
+    for buffer in buffers:
+        buffer.zero_()

@@ -84,8 +84,7 @@ class DiskTensor:
 
     def fetch(self, piece: int) -> tuple[Tensor, Fence]:
         """Start to read a piece; return where it will be, and after what."""
-        buffer, fence = self._file.fetch(self._first + piece)
-        return self._typed(buffer, piece), fence
+        return fetch_together([self], piece)[0]
 
     @property
     def reads_to_device(self) -> bool:
@@ -97,7 +96,7 @@ class DiskTensor:
 
     def store(self, piece: int, values: Tensor, after: Sequence[Fence]) -> Fence:
         """Write what ``fetch`` returned back, after the fences."""
-        return self._file.store(self._first + piece, values, after)
+        return store_together([(self, values)], piece, after)
 
     def release(self, values: Tensor, after: Sequence[Fence]) -> None:
         """Give back what ``fetch`` returned, without writing it."""
@@ -114,7 +113,7 @@ class DiskTensor:
             except BaseException:  # Ctrl-C, say: the buffer goes back
                 self._file.release(buffer, [])
                 raise
-            self._file.store(self._first + piece, buffer, []).block()
+            self._file.store([(self._first + piece, buffer)], []).block()
 
     def rewrite(self) -> None:
         """Take over what was written to ``mapped``; blocks."""
@@ -175,12 +174,15 @@ class DiskTensors:
             self.tensors.append(DiskTensor(self, shape, first, mapped))
             first += shape.num_pieces
 
-    def fetch(self, record: int) -> tuple[Tensor, Fence]:
+    def fetch(self, records: Sequence[int]) -> list[tuple[Tensor, Fence]]:
         # The file system gives zeros for what it allocated.
-        is_new = record in self._never_written
-        buffer, fence = self._lanes.zeros(record) if is_new else self._lanes.fetch(record)
-        self._staged[buffer.data_ptr()] = buffer
-        return buffer, fence
+        lent = {i: self._lanes.zeros(i) for i in records if i in self._never_written}
+        written = [i for i in records if i not in lent]
+        if written:
+            buffers, fence = self._lanes.fetch_all(written)
+            lent.update((i, (buffer, fence)) for i, buffer in zip(written, buffers, strict=True))
+        self._staged.update((buffer.data_ptr(), buffer) for buffer, _ in lent.values())
+        return [lent[i] for i in records]
 
     @property
     def reads_to_device(self) -> bool:
@@ -199,9 +201,10 @@ class DiskTensors:
         self._staged[buffer.data_ptr()] = buffer
         return buffer, fence
 
-    def store(self, record: int, values: Tensor, after: Sequence[Fence]) -> Fence:
-        self._never_written.discard(record)
-        return self._lanes.store(record, self._staged.pop(values.data_ptr()), after)
+    def store(self, values: Sequence[tuple[int, Tensor]], after: Sequence[Fence]) -> Fence:
+        self._never_written.difference_update(record for record, _ in values)
+        sources = [(record, self._staged.pop(value.data_ptr())) for record, value in values]
+        return self._lanes.store_all(sources, after)
 
     def release(self, values: Tensor, after: Sequence[Fence]) -> None:
         self._lanes.release(self._staged.pop(values.data_ptr()), after)
@@ -212,6 +215,38 @@ class DiskTensors:
         self._lanes.close()
         self._scratch.close()
         self.tensors.clear()  # they refer to this, and so to the staging buffers
+
+
+def files_of(tensors: Sequence[DiskTensor]) -> list[list[DiskTensor]]:
+    """Return the tensors of each file."""
+    files: dict[DiskTensors, list[DiskTensor]] = {}
+    for tensor in tensors:
+        files.setdefault(tensor._file, []).append(tensor)
+    return list(files.values())
+
+
+def fetch_together(tensors: Sequence[DiskTensor], piece: int) -> list[tuple[Tensor, Fence]]:
+    """``fetch`` a piece of each of one file's tensors, as one piece of work."""
+    file = _file_of(tensors)
+    fetched = file.fetch([tensor._first + piece for tensor in tensors])
+    return [
+        (tensor._typed(buffer, piece), fence)
+        for tensor, (buffer, fence) in zip(tensors, fetched, strict=True)
+    ]
+
+
+def store_together(
+    sources: Sequence[tuple[DiskTensor, Tensor]], piece: int, after: Sequence[Fence]
+) -> Fence:
+    """``store`` a piece of each of one file's tensors, as one piece of work."""
+    file = _file_of([tensor for tensor, _ in sources])
+    return file.store([(tensor._first + piece, values) for tensor, values in sources], after)
+
+
+def _file_of(tensors: Sequence[DiskTensor]) -> DiskTensors:
+    file = tensors[0]._file
+    assert all(tensor._file is file for tensor in tensors)
+    return file
 
 
 def copy_from_disk(source: DiskTensor, target: Tensor, device: torch.device) -> None:

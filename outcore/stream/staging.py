@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -50,16 +51,23 @@ class StagingPool:
         Raises LaneError when every buffer is lent: whoever could give one back may be the very
         thread that asks, so waiting here might never end.
         """
-        assert num_bytes <= self.buffer_bytes, f"a record of {num_bytes} in {self.buffer_bytes}"
+        return self.lend_all([num_bytes])[0]
+
+    def lend_all(self, sizes_bytes: Sequence[int]) -> list[tuple[Tensor, Fence | None]]:
+        """``lend`` for several buffers: all of them, or a LaneError."""
+        assert max(sizes_bytes) <= self.buffer_bytes, f"{sizes_bytes} in {self.buffer_bytes}"
         with self._lock:
-            if not self._free:
+            if len(self._free) < len(sizes_bytes):
                 raise LaneError(
                     f"all {self.num_buffers} staging buffers are in use: store or release one "
                     "before fetching the next, or plan for more"
                 )
-            buffer, free_after = self._free.popleft()
-            self._lent[buffer.data_ptr()] = buffer
-        return buffer[:num_bytes], free_after
+            lent = [self._free.popleft() for _ in sizes_bytes]
+            self._lent.update((buffer.data_ptr(), buffer) for buffer, _ in lent)
+        return [
+            (buffer[:num_bytes], free_after)
+            for (buffer, free_after), num_bytes in zip(lent, sizes_bytes, strict=True)
+        ]
 
     def check_lent(self, buffer: Tensor) -> None:
         with self._lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import outcore
 from outcore.engine import disk_tier
 from outcore.errors import LaneError, StoreError
-from outcore.stream.disk_tensors import PIECE_ALIGN, DiskTensor
+from outcore.stream.disk_tensors import PIECE_ALIGN, DiskTensors
 from outcore.stream.lanes import injected_delays
 from outcore.stream.unit import Unit
 
@@ -270,29 +270,29 @@ def test_a_few_resident_blocks_do_not_run_out_of_staging(disk: Path) -> None:
 def test_an_update_that_cannot_be_read_whole_keeps_no_staging_buffer(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make(disk, state="disk")
+    """Weights and state are in two files, and the second one cannot be read."""
+    model = make(disk, weights="disk", state="disk")
     optimizer = outcore.AdamW(model, lr=1e-2)
     train(model, optimizer, range(1))
     outcore.synchronize(model)
-    fetch, fetched = DiskTensor.fetch, []
+    backend = outcore.engine_of(model).backend
+    fetch, state_file = DiskTensors.fetch, backend._disk
 
-    def fetch_every_other(self: DiskTensor, piece: int) -> Any:
-        fetched.append(piece)
-        if len(fetched) % 2 == 0:
-            raise LaneError("no second moment")
-        return fetch(self, piece)
+    def fetch_weights(self: DiskTensors, records: Sequence[int]) -> Any:
+        if self is state_file:
+            raise LaneError("no moments")
+        return fetch(self, records)
 
     loss_of(model, 1).backward()
-    monkeypatch.setattr(DiskTensor, "fetch", fetch_every_other)
+    monkeypatch.setattr(DiskTensors, "fetch", fetch_weights)
     optimizer.step()
-    for unit in outcore.engine_of(model).backend.units:
+    for unit in backend.units:
         if unit.part.is_block:
-            with pytest.raises(LaneError, match="no second moment"):
+            assert unit.disk_weight is not None
+            with pytest.raises(LaneError, match="no moments"):
                 unit.block_until_updated()
-    scratch = outcore.engine_of(model).backend._disk
-    assert scratch is not None
-    staging = scratch._lanes._staging
-    assert len(staging._free) == staging.num_buffers
+            staging = unit.disk_weight._file._lanes._staging
+            assert len(staging._free) == staging.num_buffers
     outcore.engine_of(model).close()
 
 

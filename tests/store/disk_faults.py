@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from disk_by_piece import leave_all_to_python
 
 from outcore.kernels.checksum import PAGE_BYTES, Bytes
 from outcore.store import disk_calls
@@ -48,6 +49,7 @@ class Faults:
         self.paused = False  # neither counts nor strikes
         self._at, self._fault = at, fault
         self._lock = threading.Lock()
+        leave_all_to_python(patch)
         for name in CALLS:
             patch.setattr(disk_calls, name, self._wrap(name, getattr(disk_calls, name)))
 

@@ -137,6 +137,7 @@ def test_harmless_faults_are_not_errors(
             assert errors == [] or faults.struck == "status"
 
 
+@pytest.mark.usefixtures("by_piece")
 def test_the_words_of_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make(tmp_path) as file:
         write(file, 1, 1)
@@ -166,6 +167,7 @@ def test_store_errors_can_be_pickled() -> None:
     assert (str(copy), copy.path, copy.offset) == ("text", Path("/a"), 5)
 
 
+@pytest.mark.usefixtures("by_piece")
 def test_a_transfer_that_never_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make(tmp_path) as file:
         monkeypatch.setattr(disk_calls, "write_at", lambda *_: 100)
@@ -173,6 +175,7 @@ def test_a_transfer_that_never_gets_on(tmp_path: Path, monkeypatch: pytest.Monke
             write(file, 0, 1)
 
 
+@pytest.mark.usefixtures("by_piece")
 @pytest.mark.parametrize("what", ["read_at", "write_at"])
 def test_memory_is_not_touched_after_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -239,6 +242,7 @@ def test_damage_on_disk_is_noticed(tmp_path: Path, direct: bool) -> None:
         assert read(file, 0) == first
 
 
+@pytest.mark.usefixtures("by_piece")
 def test_a_lost_write_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drive that says done and keeps the older bytes."""
     with make(tmp_path) as file:
@@ -250,6 +254,7 @@ def test_a_lost_write_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             read(file, 0)
 
 
+@pytest.mark.usefixtures("by_piece")
 def test_a_misdirected_write_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with make(tmp_path) as file:
         values = [write(file, index, index) for index in range(3)]

@@ -59,6 +59,7 @@ def test_layouts_that_make_no_sense(sizes: list[int]) -> None:
         RecordLayout.of(sizes)
 
 
+@pytest.mark.usefixtures("by_piece")
 def test_every_thread_has_a_request_of_a_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +219,7 @@ def test_the_flag_is_really_set(tmp_path: Path) -> None:
             disk_calls.write_at(file._file.fd, aligned(PAGE_BYTES)[1:], 0)
 
 
+@pytest.mark.usefixtures("by_piece")
 def test_a_read_waits_for_the_write_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +247,7 @@ def test_a_read_waits_for_the_write_in_flight(
         assert reading.result(20) == new.tobytes()
 
 
+@pytest.mark.usefixtures("by_piece")
 def test_a_write_waits_for_the_read_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +274,7 @@ def test_a_write_waits_for_the_read_in_flight(
         assert read(file, 0) == new.tobytes()
 
 
+@pytest.mark.usefixtures("by_piece")
 def test_closing_waits_for_what_is_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

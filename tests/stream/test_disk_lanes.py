@@ -108,6 +108,7 @@ def test_passes_over_all_records(tmp_path: Path, num_buffers: int, seed: int) ->
         assert [fetched(disk, record) for record in range(len(PAGES))] == [5, 105, 205, 305]
 
 
+@pytest.mark.usefixtures("by_piece")
 def test_reads_and_writes_overlap(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one record is being written, another one arrives."""
     for record in (0, 1):
@@ -251,6 +252,7 @@ def slow_reads(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, thread
     return begun, go_on
 
 
+@pytest.mark.usefixtures("by_piece")
 def test_a_buffer_released_early_is_not_lent_before_its_read_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,6 +269,7 @@ def test_a_buffer_released_early_is_not_lent_before_its_read_is_over(
         assert here.is_done
 
 
+@pytest.mark.usefixtures("by_piece")
 def test_a_store_does_not_overtake_an_earlier_fetch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,6 +333,7 @@ def test_failed_work_does_not_free_a_buffer_that_others_still_use(disk: Disk) ->
     slow.close()
 
 
+@pytest.mark.usefixtures("by_piece")
 def test_faults_at_every_io_call_travel_or_do_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
