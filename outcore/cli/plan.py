@@ -261,7 +261,9 @@ def _make_plan(spec: ModelSpec, machine: Machine, job: Job) -> Plan:
     except OutcoreError as error:
         # An answer, not a mistake: this job does not fit this machine.
         console = Console(stderr=True, highlight=False)
-        console.print(f"[bold red]refused:[/] {escape(_refusal(error))}")
+        console.print(
+            f"[bold red]refused:[/] {escape(_refusal(error))}", soft_wrap=not console.is_terminal
+        )
         raise typer.Exit(1) from None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
