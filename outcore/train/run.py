@@ -71,6 +71,8 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
         if settings.max_steps is None and corpus.num_steps < _FEW_STEPS:
             display.message("few steps: a smaller --tokens-per-step, or more --epochs, make more")
         sequences = corpus.training.options.batch_size * corpus.cache.documents_per_example
+        if warning := _other_step_size(settings, sequences, is_pairs=corpus.is_pairs):
+            display.message(warning)
         plan = subject.plan_for(settings, sequences, config, probing=display.probing)
         display.plan(plan)
         with display.loading():
@@ -82,6 +84,21 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
     finally:
         corpus.close()
         folder.close()
+
+
+def _other_step_size(settings: TrainSettings, sequences: int, *, is_pairs: bool) -> str | None:
+    """Return the words for a step of more or fewer tokens than were asked for."""
+    asked, seq_len = settings.tokens_per_step, settings.seq_len
+    assert seq_len is not None
+    if sequences * seq_len == asked:
+        return None
+    each = 2 * seq_len if is_pairs else seq_len
+    nearest = sorted({max(each, asked // each * each), (asked // each + 1) * each})
+    return (
+        f"a step has {sequences * seq_len:,} tokens, not {asked:,}: it takes whole "
+        f"{'pairs of ' if is_pairs else ''}sequences of {seq_len:,}; --tokens-per-step "
+        f"{' or '.join(map(str, nearest))} would be exact"
+    )
 
 
 def _folder(settings: TrainSettings) -> CheckpointFolder:

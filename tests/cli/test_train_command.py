@@ -52,6 +52,28 @@ def test_a_run_from_the_command_line(job: Demo, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
+def test_a_step_of_other_tokens_than_asked_for_is_told(job: Demo, tmp_path: Path) -> None:
+    arguments = [*arguments_of(job, tmp_path / "out"), "--max-steps", "1"]
+    assert "tokens, not" not in run_train(*arguments).stdout
+    arguments = [*arguments_of(job, tmp_path / "other"), "--max-steps", "1"]
+    result = run_train(*arguments, "--tokens-per-step", "100")
+    assert result.exit_code == 0, result.output
+    told = "a step has 64 tokens, not 100: it takes whole sequences of 64; --tokens-per-step 64 "
+    assert f"{told}or 128 would be exact\n" in result.stdout
+
+
+def test_pairs_are_taken_whole(job: Demo, tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    pairs.write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
+    arguments = arguments_of(job, tmp_path / "out", "--max-steps", "1", "--data", str(pairs))
+    del arguments[2:4]  # the data of the demonstration
+    result = run_train(*arguments, "--tokens-per-step", "320")
+    assert result.exit_code == 0, result.output
+    told = "a step has 256 tokens, not 320: it takes whole pairs of sequences of 64; "
+    assert f"{told}--tokens-per-step 256 or 384 would be exact\n" in result.stdout
+
+
 def test_a_yaml_file_with_an_option_over_it(job: Demo, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(
