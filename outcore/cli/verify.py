@@ -32,8 +32,8 @@ def verify_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A Hugging Face directory (safetensors), or the name of a shape such as "
-            "smollm2-135m, which gets random weights.",
+            help="A Hugging Face directory (safetensors), an id of the Hub, or the name of a shape "
+            "such as smollm2-135m, which gets random weights.",
             show_default=False,
         ),
     ],
@@ -88,10 +88,12 @@ def verify_command(
     console = console_for(json_file)
     with console.status("starting torch"):
         chosen_device = _start_torch(device)
-        source = _find_model(model, layers)
-        _refuse_too_large(source, chosen_device)
         _refuse_no_directory(disk)
         chosen = _choose_placements(disk is not None, only)
+        source = _find_model(model, layers)
+        _refuse_too_large(source, chosen_device)
+    source = _fetched(source)  # no spinner over the bars of a download
+    with console.status("preparing"):
         job = _make_job(chosen_device, dtype, steps, sequences, seq_len, micro_batch, disk)
         facts = machine_facts()
     report = _describe(source, job, facts)
@@ -132,6 +134,13 @@ def _find_model(name: str, layers: int | None) -> ModelSource:
         source.num_parameters()  # or its configuration makes no model
         return source
     except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error), param_hint="MODEL") from None
+
+
+def _fetched(source: ModelSource) -> ModelSource:
+    try:
+        return source.fetched()
+    except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="MODEL") from None
 
 
