@@ -121,6 +121,44 @@ def test_data_that_is_not_there(job: Demo, tmp_path: Path) -> None:
     assert "nothing.jsonl" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokenizer", "nowhere"], "error: nowhere is no directory: --tokenizer names that of a"),
+        (["--device", "cpu:x"], "error: device must be cuda or cpu, not 'cpu:x'"),
+        (["--disk", "nowhere:1GiB"], "error: disk nowhere is no directory; make it, or name"),
+        (["--cache-dir", "file"], "file cannot be made: File exists\n"),
+        (["--output", "file"], "error: file is a file: name another --output"),
+        (["--output", "file/in"], "cannot be made: Not a directory; name another --output"),
+        (["--data", "bad.jsonl"], "bad.jsonl, line 1: is not JSON"),
+        (["--lora-rank", "4"], "error: lora_rank is for LoRA: add --lora"),
+    ],
+)
+def test_a_mistake_leaves_nothing_behind(
+    options: list[str], message: str, job: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for name in ("file", "bad.jsonl"):
+        (here / name).write_text("{")
+    result = run_train(*arguments_of(job, here / "out", "--max-steps", "1"), *options)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert sorted(path.name for path in here.iterdir()) == ["bad.jsonl", "file"]
+
+
+def test_a_model_is_not_overwritten_for_want_of_a_checkpoint(job: Demo, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    arguments = arguments_of(job, output, "--max-steps", "1", "--keep", "0")
+    assert run_train(*arguments).exit_code == 0
+    before = (output / "model.safetensors").stat()
+    result = run_train(*arguments, "--resume")
+    assert result.exit_code == 2
+    assert "holds a model, and no checkpoint to resume from: name another" in result.stderr
+    assert (output / "model.safetensors").stat() == before
+
+
 def test_a_short_demonstration_learns_something_but_not_enough() -> None:
     result = run_train("--max-steps", "12")
     assert result.exit_code == 1, "so few steps cannot be enough"
