@@ -109,6 +109,10 @@ def train_command(
     console = console_for(json_file)
     systems = [OUTCORE, *_peers(peers)]
     _check_size(device_memory)
+    if not 0 < clip < float("inf"):
+        raise typer.BadParameter(
+            f"{clip:g} is no norm to clip to; --no-clip does not clip", param_hint="--clip"
+        )
     with console.status("starting torch"):
         job = _make_job(
             config=_config(shape, tie),

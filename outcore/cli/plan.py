@@ -180,6 +180,8 @@ def plan_command(
     """
     console = console_for(json_file)
     check_file(html_file, "--html")
+    if html_file is not None and html_file == json_file:
+        raise typer.BadParameter("the file of --json; name another", param_hint="--html")
     check_compare(compare, train_tokens, price_per_hour, gpus)
     if frozen_weights is not None and lora is None:
         raise typer.BadParameter(

@@ -102,9 +102,24 @@ def verify_command(
         passed = _run(console, source, job, chosen, report)
     except (OutcoreError, ValueError) as error:
         stop(str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        stop(
+            f"no memory is left for a step of {sequences} × {seq_len} tokens beside the model; "
+            "fewer --sequences, a shorter --seq-len or fewer --layers take less"
+        )
     write_json(report, json_file)
     if not passed:
         raise typer.Exit(1)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    import torch
+
+    # The CPU's allocator has no exception of its own.
+    is_of_host = "can't allocate memory" in str(error)
+    return is_of_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def _start_torch(device: str | None) -> str:
@@ -117,11 +132,17 @@ def _start_torch(device: str | None) -> str:
     transformers.logging.disable_progress_bar()
     has_gpu = torch.cuda.is_available()
     chosen = device or ("cuda" if has_gpu else "cpu")
-    if chosen.split(":")[0] not in ("cuda", "cpu"):
+    try:
+        known = torch.device(chosen)
+    except RuntimeError:
+        known = None
+    if known is None or known.type not in ("cuda", "cpu"):
         raise typer.BadParameter(f"{chosen!r} is neither cuda nor cpu", param_hint="--device")
-    if chosen.startswith("cuda"):
+    if known.type == "cuda":
         if not has_gpu:
             stop("--device cuda, but torch sees no GPU here; --device cpu runs the same engine")
+        if (known.index or 0) >= (count := torch.cuda.device_count()):
+            stop(f"--device {chosen}, but torch sees {count} here, counted from cuda:0")
         torch.use_deterministic_algorithms(True)
     return chosen
 

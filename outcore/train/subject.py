@@ -74,6 +74,16 @@ def config_of(settings: TrainSettings) -> Any:
     )
 
 
+def check_rank(settings: TrainSettings, config: Any) -> None:
+    """Refuse adapters that are larger than what they adapt: no budget would hold them."""
+    hidden_size = getattr(config.get_text_config(), "hidden_size", None)
+    if settings.lora and isinstance(hidden_size, int) and settings.lora_rank > hidden_size:
+        raise ValueError(
+            f"lora_rank={settings.lora_rank} is more than the model's hidden size, "
+            f"{hidden_size:,}: such adapters are larger than what they adapt; 16 is usual"
+        )
+
+
 def load_tokenizer(settings: TrainSettings) -> Any:
     """Return the tokenizer, without running code that lies beside it."""
     from transformers import AutoTokenizer

@@ -136,6 +136,8 @@ def test_outcore_and_native_in_processes_of_their_own(tiny_model: Path) -> None:
         (["--shape", "qwen-7b"], "qwen2.5-7b, qwen3-0.6b"),
         (["--shape", "{empty}"], "has no config.json"),
         (["--peers", "natvie"], "known: native, torchao, roundpipe, deepspeed"),
+        (["--clip", "0"], "0 is no norm to clip to; --no-clip does not clip"),
+        (["--clip", "nan"], "nan is no norm to clip to"),
         (["--device-memory", "24 apples"], "write for example '24GiB'"),
         (["--shape", "{model}", "--micro-batch", "3"], "does not divide 16"),
         (["--json", "/no/such/place/x.json"], "/no/such/place is no directory"),

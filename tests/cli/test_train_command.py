@@ -131,6 +131,7 @@ def test_data_that_is_not_there(job: Demo, tmp_path: Path) -> None:
         (["--output", "file"], "error: file is a file: name another --output"),
         (["--output", "file/in"], "cannot be made: Not a directory; name another --output"),
         (["--data", "bad.jsonl"], "bad.jsonl, line 1: is not JSON"),
+        (["--lora", "--lora-rank", "9999999"], "is more than the model's hidden size, 128: such"),
         (["--lora-rank", "4"], "error: lora_rank is for LoRA: add --lora"),
     ],
 )

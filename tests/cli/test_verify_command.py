@@ -128,6 +128,7 @@ def test_being_too_far_from_torch_fails(tiny_model: Path, monkeypatch: pytest.Mo
         (["{model}", "--layers", "1"], "Invalid value for '--layers'"),
         (["{model}", "--layers", "7"], "has 3 layers, 7 were asked for"),
         (["{model}", "--device", "tpu"], "neither cuda nor cpu"),
+        (["{model}", "--device", "cpu:x"], "neither cuda nor cpu"),
         (["{model}", "--dtype", "fp16"], "fp32"),
         (["{model}", "--json", "/no/such/place/x.json"], "/no/such/place is no directory"),
         (["llama-3.1-405b", "--device", "cpu"], "are free"),
@@ -166,6 +167,28 @@ def test_a_model_that_cannot_be_offloaded_is_told(tiny_model: Path, tmp_path: Pa
     result = run_verify(str(tmp_path), *QUICK)
     assert result.exit_code == 2
     assert "no repeated blocks" in result.output
+
+
+def test_a_step_that_memory_cannot_hold_is_told(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any) -> None:
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    monkeypatch.setattr("outcore.verify.train", no_room)
+    result = run_verify(str(tiny_model), *QUICK)
+    assert result.exit_code == 2
+    assert "error: no memory is left for a step of 4 × 8 tokens beside the model" in result.stderr
+
+
+def test_another_failure_is_not_taken_for_memory(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr("outcore.verify.train", fails)
+    assert isinstance(run_verify(str(tiny_model), *QUICK).exception, RuntimeError)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
