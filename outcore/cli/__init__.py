@@ -6,6 +6,7 @@ Nothing here imports torch before a command runs, so that help and mistakes answ
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from rich import print as rich_print
 
 import outcore
 from outcore.cli import bench, plan, probe, train, verify
+from outcore.cli.output_until_closed import end_with_standard_output
 
 __all__ = ["app", "main"]
 
@@ -60,4 +62,9 @@ def main() -> None:
         # Threads that wait for work would spin on the cores that others compute with: on a busy
         # machine several times slower. Read when torch is imported.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    app()
+    end_with_standard_output()
+    try:
+        app()
+    finally:
+        if sys.stdout is not None:
+            sys.stdout.flush()  # what is still buffered fails here, where it can be told

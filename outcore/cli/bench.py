@@ -52,7 +52,12 @@ def _bench() -> None:
 @app.command("train")
 def train_command(
     shape: Annotated[
-        str, typer.Option(help="A shape by name, or a directory with a config.json.")
+        str,
+        typer.Option(
+            metavar="SHAPE|DIR|ID",
+            help="A shape by name, a directory with a config.json, or an id of the Hub; weights "
+            "are random.",
+        ),
     ] = "qwen2.5-7b",
     sequences: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 16,
     seq_len: Annotated[int, typer.Option(min=2, help="Tokens in a sequence.")] = 2048,
@@ -104,6 +109,10 @@ def train_command(
     console = console_for(json_file)
     systems = [OUTCORE, *_peers(peers)]
     _check_size(device_memory)
+    if not 0 < clip < float("inf"):
+        raise typer.BadParameter(
+            f"{clip:g} is no norm to clip to; --no-clip does not clip", param_hint="--clip"
+        )
     with console.status("starting torch"):
         job = _make_job(
             config=_config(shape, tie),
@@ -160,22 +169,25 @@ def _check_size(device_memory: str | None) -> None:
 
 
 def _config(shape: str, tie: bool) -> dict[str, Any]:
-    """Return the configuration of a shape, or the one in a directory, as plain values."""
+    """Return the configuration of a shape, a directory or an id of the Hub, as plain values."""
+    from outcore.model_directory import config_directory
     from outcore.shapes import shape_dict, shape_names
 
-    config_file = Path(shape) / "config.json"
-    if config_file.is_file():
-        config: dict[str, Any] = _checked_config(config_file)
-    elif Path(shape).is_dir():
-        raise typer.BadParameter(f"{shape} has no config.json", param_hint="--shape")
-    elif shape in shape_names():
-        config = shape_dict(shape)
-    else:
+    if shape in shape_names() and not Path(shape).is_dir():
+        return {**shape_dict(shape), "tie_word_embeddings": tie}
+    try:
+        directory = config_directory(shape)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--shape") from None
+    if not directory.is_dir():
         raise typer.BadParameter(
-            f"{shape!r} is neither a shape nor a directory. Shapes: {', '.join(shape_names())}.",
+            f"{shape!r} is neither a shape, nor a directory, nor an id of the Hub (org/name). "
+            f"Shapes: {', '.join(shape_names())}.",
             param_hint="--shape",
         )
-    return {**config, "tie_word_embeddings": tie}
+    if not (directory / "config.json").is_file():
+        raise typer.BadParameter(f"{shape} has no config.json", param_hint="--shape")
+    return {**_checked_config(directory / "config.json"), "tie_word_embeddings": tie}
 
 
 def _checked_config(file: Path) -> dict[str, Any]:

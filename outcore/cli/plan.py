@@ -180,6 +180,8 @@ def plan_command(
     """
     console = console_for(json_file)
     check_file(html_file, "--html")
+    if html_file is not None and html_file == json_file:
+        raise typer.BadParameter("the file of --json; name another", param_hint="--html")
     check_compare(compare, train_tokens, price_per_hour, gpus)
     if frozen_weights is not None and lora is None:
         raise typer.BadParameter(
@@ -261,7 +263,9 @@ def _make_plan(spec: ModelSpec, machine: Machine, job: Job) -> Plan:
     except OutcoreError as error:
         # An answer, not a mistake: this job does not fit this machine.
         console = Console(stderr=True, highlight=False)
-        console.print(f"[bold red]refused:[/] {escape(_refusal(error))}")
+        console.print(
+            f"[bold red]refused:[/] {escape(_refusal(error))}", soft_wrap=not console.is_terminal
+        )
         raise typer.Exit(1) from None
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -13,6 +13,8 @@ from outcore.planning.plan import Job, Plan
 if TYPE_CHECKING:
     from outcore.model_spec import ModelSpec
 
+_USUAL_RANK = 256
+
 
 def model_spec(source: str) -> ModelSpec:
     """Return what a directory, id, config or shape is made of; ValueError, OSError: why not."""
@@ -29,6 +31,13 @@ def lora_spec(source: str, rank: int) -> ModelSpec:
         from peft import LoraConfig
     except ImportError:
         raise ValueError("--lora needs the package peft: pip install peft") from None
+    if rank > _USUAL_RANK:  # adapters are made in host memory, which so many could fill
+        hidden_size = model_spec.model_spec(source).hidden_size
+        if rank > hidden_size:
+            raise ValueError(
+                f"--lora {rank} is more than the model's hidden size, {hidden_size:,}: such "
+                "adapters are larger than what they adapt; 16 is usual"
+            )
     adapters = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return model_spec.model_spec(source, adapters=adapters)
 

@@ -51,6 +51,10 @@ def probe_command(
     """
     console = console_for(json_file)
     if list_machines:
+        if disk is not None or refresh:
+            raise typer.BadParameter(
+                "measures nothing: leave --disk and --refresh out", param_hint="--list"
+            )
         _list(console, json_file)
         return
     report = _probe(console, disk, refresh)

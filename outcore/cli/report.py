@@ -54,6 +54,8 @@ def write_json(report: dict[str, Any], json_file: str | None) -> None:
     """Write the report to the file, or to standard output for "-"; None writes nothing."""
     text = json.dumps(report, indent=2) + "\n"
     if json_file == "-":
+        if sys.stdout is None:
+            stop("--json - writes to standard output, which is closed; name a file")
         sys.stdout.write(text)
     elif json_file is not None:
         write_text(text, json_file)
@@ -82,5 +84,12 @@ def shown_while_filled(table: RenderableType, console: Console) -> Iterator[None
 
 def stop(message: str) -> NoReturn:
     """End the command with a message: something here, not the result, is in the way."""
-    Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(message)}")
+    say_error(message)
     raise typer.Exit(2)
+
+
+def say_error(message: str) -> None:
+    """Say what is wrong, where neither tables nor JSON go."""
+    console = Console(stderr=True, highlight=False)
+    # Where nobody watches, what is one line stays one: for grep, and for logs.
+    console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=not console.is_terminal)

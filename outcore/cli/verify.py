@@ -32,8 +32,8 @@ def verify_command(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A Hugging Face directory (safetensors), or the name of a shape such as "
-            "smollm2-135m, which gets random weights.",
+            help="A Hugging Face directory (safetensors), an id of the Hub, or the name of a shape "
+            "such as smollm2-135m, which gets random weights.",
             show_default=False,
         ),
     ],
@@ -88,10 +88,12 @@ def verify_command(
     console = console_for(json_file)
     with console.status("starting torch"):
         chosen_device = _start_torch(device)
-        source = _find_model(model, layers)
-        _refuse_too_large(source, chosen_device)
         _refuse_no_directory(disk)
         chosen = _choose_placements(disk is not None, only)
+        source = _find_model(model, layers)
+        _refuse_too_large(source, chosen_device)
+    source = _fetched(source)  # no spinner over the bars of a download
+    with console.status("preparing"):
         job = _make_job(chosen_device, dtype, steps, sequences, seq_len, micro_batch, disk)
         facts = machine_facts()
     report = _describe(source, job, facts)
@@ -100,9 +102,24 @@ def verify_command(
         passed = _run(console, source, job, chosen, report)
     except (OutcoreError, ValueError) as error:
         stop(str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        stop(
+            f"no memory is left for a step of {sequences} × {seq_len} tokens beside the model; "
+            "fewer --sequences, a shorter --seq-len or fewer --layers take less"
+        )
     write_json(report, json_file)
     if not passed:
         raise typer.Exit(1)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    import torch
+
+    # The CPU's allocator has no exception of its own.
+    is_of_host = "can't allocate memory" in str(error)
+    return is_of_host or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 def _start_torch(device: str | None) -> str:
@@ -115,11 +132,17 @@ def _start_torch(device: str | None) -> str:
     transformers.logging.disable_progress_bar()
     has_gpu = torch.cuda.is_available()
     chosen = device or ("cuda" if has_gpu else "cpu")
-    if chosen.split(":")[0] not in ("cuda", "cpu"):
+    try:
+        known = torch.device(chosen)
+    except RuntimeError:
+        known = None
+    if known is None or known.type not in ("cuda", "cpu"):
         raise typer.BadParameter(f"{chosen!r} is neither cuda nor cpu", param_hint="--device")
-    if chosen.startswith("cuda"):
+    if known.type == "cuda":
         if not has_gpu:
             stop("--device cuda, but torch sees no GPU here; --device cpu runs the same engine")
+        if (known.index or 0) >= (count := torch.cuda.device_count()):
+            stop(f"--device {chosen}, but torch sees {count} here, counted from cuda:0")
         torch.use_deterministic_algorithms(True)
     return chosen
 
@@ -132,6 +155,13 @@ def _find_model(name: str, layers: int | None) -> ModelSource:
         source.num_parameters()  # or its configuration makes no model
         return source
     except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error), param_hint="MODEL") from None
+
+
+def _fetched(source: ModelSource) -> ModelSource:
+    try:
+        return source.fetched()
+    except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="MODEL") from None
 
 

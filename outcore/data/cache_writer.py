@@ -41,7 +41,9 @@ class CacheWriter:
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(f"{directory} cannot be made: {error}", path=directory) from error
+            raise StoreError(
+                f"{directory} cannot be made: {error.strerror}", path=directory
+            ) from error
         self._files: dict[str, GrowingFile] = {}
         try:
             for kind in ("ids", "counts", "documents"):

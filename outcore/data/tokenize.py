@@ -68,7 +68,7 @@ def tokenize(
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreError(f"{cache_dir} cannot be made: {error}", path=cache_dir) from error
+        raise StoreError(f"{cache_dir} cannot be made: {error.strerror}", path=cache_dir) from error
     with locked(cache_dir / f"tokens-{key}.lock"):
         cache = open_cache(directory, made_from)
         if cache is None:

@@ -27,7 +27,7 @@ from outcore.model_config import longest_sequence, too_long
 from outcore.planning.plan import Plan
 from outcore.planning.side_by_side import Measurement
 from outcore.train import subject
-from outcore.train.corpus import Corpus, make_corpus
+from outcore.train.corpus import CACHE_FOLDER, Corpus, make_corpus
 from outcore.train.display import Display
 from outcore.train.evaluation import Evaluated, evaluate
 from outcore.train.figures import StepFigures, TrainResult
@@ -55,22 +55,33 @@ def train(settings: TrainSettings, display: Display) -> TrainResult:
 
 def _trained(settings: TrainSettings, display: Display) -> TrainResult:
     subject.check_device(settings)
+    subject.check_disk(settings)
     check_tensorboard(settings.tensorboard)
     settings = subject.resolved(settings)
     config = subject.config_of(settings)
+    subject.check_rank(settings, config)
     longest = longest_sequence(config)
     if settings.seq_len is not None and (warning := too_long(settings.seq_len, longest)):
         display.message(warning)
     settings = with_seq_len(settings, longest)
     tokenizer = subject.load_tokenizer(settings)
     find_sources([*settings.data, *settings.eval_data])  # or a mistyped name leaves a folder behind
+    is_new = not Path(settings.output).exists()
     folder = _folder(settings)
-    corpus = make_corpus(settings, tokenizer, display.tokenising)
+    try:
+        corpus = make_corpus(settings, tokenizer, display.tokenising)
+    except BaseException:
+        folder.close()
+        if is_new:
+            _remove_if_empty(Path(settings.output) / CACHE_FOLDER, Path(settings.output))
+        raise
     try:
         display.data(corpus)
         if settings.max_steps is None and corpus.num_steps < _FEW_STEPS:
             display.message("few steps: a smaller --tokens-per-step, or more --epochs, make more")
         sequences = corpus.training.options.batch_size * corpus.cache.documents_per_example
+        if warning := _other_step_size(settings, sequences, is_pairs=corpus.is_pairs):
+            display.message(warning)
         plan = subject.plan_for(settings, sequences, config, probing=display.probing)
         display.plan(plan)
         with display.loading():
@@ -84,6 +95,21 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
         folder.close()
 
 
+def _other_step_size(settings: TrainSettings, sequences: int, *, is_pairs: bool) -> str | None:
+    """Return the words for a step of more or fewer tokens than were asked for."""
+    asked, seq_len = settings.tokens_per_step, settings.seq_len
+    assert seq_len is not None
+    if sequences * seq_len == asked:
+        return None
+    each = 2 * seq_len if is_pairs else seq_len
+    nearest = sorted({max(each, asked // each * each), (asked // each + 1) * each})
+    return (
+        f"a step has {sequences * seq_len:,} tokens, not {asked:,}: it takes whole "
+        f"{'pairs of ' if is_pairs else ''}sequences of {seq_len:,}; --tokens-per-step "
+        f"{' or '.join(map(str, nearest))} would be exact"
+    )
+
+
 def _folder(settings: TrainSettings) -> CheckpointFolder:
     """Return the checkpoints' folder; refuse to begin anew where a run has begun."""
     output = Path(settings.output)
@@ -91,17 +117,28 @@ def _folder(settings: TrainSettings) -> CheckpointFolder:
         raise ValueError(f"{output} is the model that would be trained: name another --output")
     try:
         output.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ValueError(f"{output} is a file: name another --output") from None
     except OSError as error:
-        raise ValueError(f"{output} cannot be made: {error.strerror}") from error
+        raise ValueError(
+            f"{output} cannot be made: {error.strerror}; name another --output"
+        ) from error
     folder = CheckpointFolder(output / CHECKPOINTS, keep=max(settings.keep, 1))
     if folder.steps() and not settings.resume:
         raise ValueError(
             f"{output} has a checkpoint of step {folder.steps()[-1]}: --resume goes on from it, "
             "another --output begins anew"
         )
-    if not settings.resume and any((output / name).exists() for name in _OF_A_MODEL):
-        raise ValueError(f"{output} holds a model already: name another --output")
+    if not folder.steps() and any((output / name).exists() for name in _OF_A_MODEL):
+        none = ", and no checkpoint to resume from" if settings.resume else " already"
+        raise ValueError(f"{output} holds a model{none}: name another --output")
     return folder
+
+
+def _remove_if_empty(*folders: Path) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # what is kept there helps the next start
+            folder.rmdir()
 
 
 class _Run:

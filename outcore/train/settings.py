@@ -96,10 +96,17 @@ class TrainSettings:
     def __post_init__(self) -> None:
         if not self.data:
             raise ValueError("data names no file")
+        for name in ("model", "output"):
+            if not getattr(self, name).strip():  # which would be the folder that one is in
+                raise ValueError(f"{name} names no directory")
         for name, least in _AT_LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
+        if self.epochs is not None and self.epochs <= 0:
+            raise ValueError(f"epochs must be more than 0, not {self.epochs}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must be a number of 64 bits, not {self.seed}")
         for name in ("beta1", "beta2", "lora_dropout", "held_out", "min_lr"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be from 0 to below 1, not {getattr(self, name)}")
@@ -145,7 +152,6 @@ class TrainSettings:
 
 _AT_LEAST: dict[str, float] = {
     "max_steps": 1,
-    "epochs": 1e-9,
     "tokens_per_step": 1,
     "seq_len": 2,
     "lr": 0,
@@ -170,10 +176,14 @@ def settings_of(values: Mapping[str, Any]) -> TrainSettings:
     for name in values:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            raise ValueError(f"unknown setting {name!r}" + (f": {close[0]}?" if close else ""))
+            hint = f": {close[0]}?" if close else "; outcore train --help names them all"
+            raise ValueError(f"unknown setting {name!r}{hint}")
     missing = [name for name in ("model", "data", "output") if values.get(name) is None]
     if missing:
         raise ValueError(f"missing: {', '.join(missing)}")
+    of_lora = [name for name in values if name.startswith("lora_") and values[name] is not None]
+    if of_lora and "lora" not in values:  # all parameters would be trained
+        raise ValueError(f"{of_lora[0]} is for LoRA: add --lora")
     hints = get_type_hints(TrainSettings)
     return TrainSettings(**{name: _typed(name, v, hints[name]) for name, v in values.items()})
 
@@ -218,12 +228,32 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold names and values, such as `lr: 1e-5`")
+        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            raise ValueError(f"{path} must hold names and values, such as `lr: 1e-5`")
+        values = loader.construct_document(node)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no YAML file: it is not UTF-8") from error
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ValueError(f"{path}{line}: {error.problem}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    _refuse_twice(path, node)
     return {str(name).replace("-", "_"): value for name, value in values.items()}
+
+
+def _refuse_twice(path: str | Path, node: Any) -> None:
+    """YAML would take the last of them, and the reader of the file perhaps the first."""
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        name, line = str(key.value).replace("-", "_"), key.start_mark.line + 1
+        if name in lines:
+            raise ValueError(f"{path} has {name} twice, in line {lines[name]} and in line {line}")
+        lines[name] = line
 
 
 def to_dict(settings: TrainSettings) -> dict[str, Any]:

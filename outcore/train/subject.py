@@ -19,6 +19,7 @@ from outcore.model_directory import model_directory
 from outcore.planning.device_type import computing_on_cpu
 from outcore.planning.plan import Plan
 from outcore.shapes import shape_config, shape_names
+from outcore.store.disk_budget import parse_disk
 from outcore.train.settings import TrainSettings
 
 _VOCABULARIES = {"tokenizer.json", "tokenizer.model", "tekken.json"}  # whatever a class names
@@ -28,11 +29,28 @@ def check_device(settings: TrainSettings) -> None:
     """Refuse a device that is not there, before anything is done for it."""
     if settings.device is None:
         return
-    kind = settings.device.split(":")[0]
-    if kind not in ("cuda", "cpu"):
+    try:
+        device = torch.device(settings.device)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cuda", "cpu"):
         raise ValueError(f"device must be cuda or cpu, not {settings.device!r}")
-    if kind == "cuda" and not torch.cuda.is_available():
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is cuda, but torch sees no GPU here; cpu runs the same engine")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device is {settings.device}, but torch sees {torch.cuda.device_count()} here, "
+            "counted from cuda:0"
+        )
+
+
+def check_disk(settings: TrainSettings) -> None:
+    """Refuse a mistyped directory at once, also where this plan would put nothing there."""
+    if settings.disk is None:
+        return
+    path = parse_disk(settings.disk).path
+    if not path.is_dir():
+        raise ValueError(f"disk {path} is no directory; make it, or name another")
 
 
 def resolved(settings: TrainSettings) -> TrainSettings:
@@ -56,12 +74,24 @@ def config_of(settings: TrainSettings) -> Any:
     )
 
 
+def check_rank(settings: TrainSettings, config: Any) -> None:
+    """Refuse adapters that are larger than what they adapt: no budget would hold them."""
+    hidden_size = getattr(config.get_text_config(), "hidden_size", None)
+    if settings.lora and isinstance(hidden_size, int) and settings.lora_rank > hidden_size:
+        raise ValueError(
+            f"lora_rank={settings.lora_rank} is more than the model's hidden size, "
+            f"{hidden_size:,}: such adapters are larger than what they adapt; 16 is usual"
+        )
+
+
 def load_tokenizer(settings: TrainSettings) -> Any:
     """Return the tokenizer, without running code that lies beside it."""
     from transformers import AutoTokenizer
 
     directory = Path(settings.tokenizer or settings.model).expanduser()
     if not directory.is_dir():
+        if settings.tokenizer is not None:
+            raise ValueError(f"{directory} is no directory: --tokenizer names that of a tokenizer")
         raise ValueError(f"{settings.model} is a shape: name a tokenizer's directory (--tokenizer)")
     try:
         tokenizer = AutoTokenizer.from_pretrained(

@@ -1,14 +1,14 @@
-"""Where the model to verify comes from: a Hugging Face directory, or a shape that ships.
+"""Where the model to verify comes from: a Hugging Face directory, the Hub, or a shape that ships.
 
 Every run needs the model anew, so a source makes it as often as asked, with the same values for
 the same seed. It also knows what a resident run takes, so that a model that is too large is
-refused before anything is trained.
+refused before anything is trained, and of the Hub before its weights are fetched.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from outcore.errors import StoreError
 from outcore.model_config import first_line, read_config
+from outcore.model_directory import config_directory, is_hub_id, model_directory
 from outcore.model_spec import auto_class, model_without_values
 from outcore.shapes import shape_config, shape_names
 
@@ -30,10 +31,21 @@ class ModelSource:
 
     name: str
     config: Any
-    directory: Path | None  # None: a shape, with random weights
+    directory: Path | None  # None: a shape, with random weights, or not fetched yet
+    hub_id: str | None = None  # until its weights are fetched
+
+    def fetched(self) -> ModelSource:
+        """Return the source with its weights on this machine; ValueError says why not."""
+        if self.hub_id is None:
+            return self
+        directory = model_directory(self.hub_id)
+        _check_weights(directory, self.name)
+        return replace(self, directory=directory, hub_id=None)
 
     def make(self, device: str) -> nn.Module:
         """Return the model; a shape's weights are drawn on ``device``, which for a GPU is fast."""
+        if self.hub_id is not None:
+            return self.fetched().make(device)
         auto = auto_class(self.config)
         config = copy.deepcopy(self.config)  # offloading and training may write into it
         if self.directory is not None:
@@ -84,11 +96,14 @@ class ModelSource:
         text.num_hidden_layers = num_layers
         if getattr(text, "num_decoder_layers", None):  # encoder-decoders count them apart
             text.num_decoder_layers = min(num_layers, text.num_decoder_layers)
-        return ModelSource(name=self.name, config=config, directory=self.directory)
+        return replace(self, config=config)
 
 
 def find_model(name: str, *, num_layers: int | None = None) -> ModelSource:
-    """Return the source of a directory or shape; ValueError says what there is instead."""
+    """Return the source of a directory, id of the Hub or shape; ValueError: what there is instead.
+
+    Of the Hub config.json alone is fetched until the source is.
+    """
     source = _find(name)
     if num_layers is None:
         return source
@@ -98,22 +113,24 @@ def find_model(name: str, *, num_layers: int | None = None) -> ModelSource:
 
 
 def _find(name: str) -> ModelSource:
-    directory = Path(name)
-    if directory.is_dir():
-        if not (directory / "config.json").is_file():
-            raise ValueError(f"{directory} is no Hugging Face model directory: no config.json")
-        if not any(directory.glob("*.safetensors")):
-            raise ValueError(f"{directory} has a config.json, but no safetensors files to load")
-        config = read_config(directory / "config.json")
-        return ModelSource(name=name, config=config, directory=directory)
-    if name in shape_names():
+    if name in shape_names() and not Path(name).is_dir():
         return ModelSource(name=name, config=shape_config(name), directory=None)
-    raise ValueError(_unknown(name))
+    is_of_hub = is_hub_id(name)
+    directory = config_directory(name)
+    if not directory.is_dir():
+        raise ValueError(
+            f"{name!r} is neither a directory, nor an id of the Hub (org/name), nor a shape. "
+            f"Shapes: {', '.join(shape_names())}."
+        )
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{name} is no Hugging Face model directory: no config.json")
+    config = read_config(directory / "config.json")
+    if is_of_hub:
+        return ModelSource(name=name, config=config, directory=None, hub_id=name)
+    _check_weights(directory, name)
+    return ModelSource(name=name, config=config, directory=directory)
 
 
-def _unknown(name: str) -> str:
-    text = f"{name!r} is neither a directory nor a shape. Shapes: {', '.join(shape_names())}."
-    looks_like_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
-    if looks_like_hub_name:
-        text += f" For a model of the hub: hf download {name} --local-dir DIR, then name DIR."
-    return text
+def _check_weights(directory: Path, name: str) -> None:
+    if not any(directory.glob("*.safetensors")):
+        raise ValueError(f"{name} has a config.json, but no safetensors files to load")

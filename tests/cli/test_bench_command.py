@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from hub_cache import link_snapshot, offline_cache, put_snapshot
 from typer.testing import CliRunner, Result
 
 from outcore.bench.job import BenchFailure, BenchJob, BenchResult
@@ -96,6 +97,21 @@ def test_heads_are_untied_and_gradients_clipped_by_default(
     assert jobs[0].max_grad_norm == 0.5
 
 
+def test_an_id_of_the_hub_needs_its_config_alone(
+    jobs: list[BenchJob], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = put_snapshot(offline_cache(tmp_path / "hub", monkeypatch), "some-org/small")
+    (blobs / "config.json").write_bytes((tiny_model / "config.json").read_bytes())
+    link_snapshot(blobs)
+    result = run_bench("--shape", "some-org/small", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert "some-org/small: 2 × 8 tokens a step" in result.stdout
+    assert jobs[0].config["hidden_size"] == 32
+    result = run_bench("--shape", "some-org/another", *QUICK)
+    assert result.exit_code == 2
+    assert "cannot be had from the Hugging Face Hub: it is not in the cache" in result.output
+
+
 def test_outcore_failing_is_status_1(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failure = BenchFailure(name="outcore", failed="OutOfBudget: [device] needs 3 GiB")
     monkeypatch.setattr(runner, "run_peer", lambda *_, **__: failure)
@@ -120,6 +136,8 @@ def test_outcore_and_native_in_processes_of_their_own(tiny_model: Path) -> None:
         (["--shape", "qwen-7b"], "qwen2.5-7b, qwen3-0.6b"),
         (["--shape", "{empty}"], "has no config.json"),
         (["--peers", "natvie"], "known: native, torchao, roundpipe, deepspeed"),
+        (["--clip", "0"], "0 is no norm to clip to; --no-clip does not clip"),
+        (["--clip", "nan"], "nan is no norm to clip to"),
         (["--device-memory", "24 apples"], "write for example '24GiB'"),
         (["--shape", "{model}", "--micro-batch", "3"], "does not divide 16"),
         (["--json", "/no/such/place/x.json"], "/no/such/place is no directory"),

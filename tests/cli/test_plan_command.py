@@ -248,6 +248,7 @@ def test_a_smaller_budget_that_does_not_fit_is_told(planner: Planner) -> None:
         ([*MODEL, "--html", "/tmp"], "--html: /tmp is a directory"),
         ([*MODEL, "--html", "-"], "--html: name a file"),
         ([*MODEL, "--html", "/proc/version_/x"], "is no directory"),
+        ([*MODEL, "--html", "x.json", "--json", "x.json"], "--html: the file of --json"),
         ([*MODEL, "--compare"], "--compare needs --train-tokens"),
         ([*MODEL, "--train-tokens", "1e9"], "--train-tokens: only with --compare"),
         ([*MODEL, "--gpus", "2"], "--gpus: only with --compare"),
@@ -332,6 +333,13 @@ def test_a_base_in_4_bit_under_adapters(tmp_path: Path) -> None:
     assert "frozen weights in int4" in unwrapped(result.stdout)
     assert "expanded weights" in result.stdout
     assert read_plan(file).job.frozen_weights == "int4"
+
+
+def test_adapters_larger_than_the_model_are_a_mistake() -> None:
+    pytest.importorskip("peft")
+    result = run_plan("smollm2-135m", "--machine", "h200-pcie5", "--lora", "9999999")
+    assert result.exit_code == 2
+    assert "--lora 9999999 is more than the model's hidden size, 576" in unwrapped(result.output)
 
 
 def test_frozen_weights_without_adapters_are_a_mistake() -> None:

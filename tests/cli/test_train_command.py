@@ -52,6 +52,28 @@ def test_a_run_from_the_command_line(job: Demo, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
+def test_a_step_of_other_tokens_than_asked_for_is_told(job: Demo, tmp_path: Path) -> None:
+    arguments = [*arguments_of(job, tmp_path / "out"), "--max-steps", "1"]
+    assert "tokens, not" not in run_train(*arguments).stdout
+    arguments = [*arguments_of(job, tmp_path / "other"), "--max-steps", "1"]
+    result = run_train(*arguments, "--tokens-per-step", "100")
+    assert result.exit_code == 0, result.output
+    told = "a step has 64 tokens, not 100: it takes whole sequences of 64; --tokens-per-step 64 "
+    assert f"{told}or 128 would be exact\n" in result.stdout
+
+
+def test_pairs_are_taken_whole(job: Demo, tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    pairs.write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
+    arguments = arguments_of(job, tmp_path / "out", "--max-steps", "1", "--data", str(pairs))
+    del arguments[2:4]  # the data of the demonstration
+    result = run_train(*arguments, "--tokens-per-step", "320")
+    assert result.exit_code == 0, result.output
+    told = "a step has 256 tokens, not 320: it takes whole pairs of sequences of 64; "
+    assert f"{told}--tokens-per-step 256 or 384 would be exact\n" in result.stdout
+
+
 def test_a_yaml_file_with_an_option_over_it(job: Demo, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(
@@ -97,6 +119,45 @@ def test_data_that_is_not_there(job: Demo, tmp_path: Path) -> None:
     result = run_train(*arguments)
     assert result.exit_code == 2
     assert "nothing.jsonl" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokenizer", "nowhere"], "error: nowhere is no directory: --tokenizer names that of a"),
+        (["--device", "cpu:x"], "error: device must be cuda or cpu, not 'cpu:x'"),
+        (["--disk", "nowhere:1GiB"], "error: disk nowhere is no directory; make it, or name"),
+        (["--cache-dir", "file"], "file cannot be made: File exists\n"),
+        (["--output", "file"], "error: file is a file: name another --output"),
+        (["--output", "file/in"], "cannot be made: Not a directory; name another --output"),
+        (["--data", "bad.jsonl"], "bad.jsonl, line 1: is not JSON"),
+        (["--lora", "--lora-rank", "9999999"], "is more than the model's hidden size, 128: such"),
+        (["--lora-rank", "4"], "error: lora_rank is for LoRA: add --lora"),
+    ],
+)
+def test_a_mistake_leaves_nothing_behind(
+    options: list[str], message: str, job: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for name in ("file", "bad.jsonl"):
+        (here / name).write_text("{")
+    result = run_train(*arguments_of(job, here / "out", "--max-steps", "1"), *options)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert sorted(path.name for path in here.iterdir()) == ["bad.jsonl", "file"]
+
+
+def test_a_model_is_not_overwritten_for_want_of_a_checkpoint(job: Demo, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    arguments = arguments_of(job, output, "--max-steps", "1", "--keep", "0")
+    assert run_train(*arguments).exit_code == 0
+    before = (output / "model.safetensors").stat()
+    result = run_train(*arguments, "--resume")
+    assert result.exit_code == 2
+    assert "holds a model, and no checkpoint to resume from: name another" in result.stderr
+    assert (output / "model.safetensors").stat() == before
 
 
 def test_a_short_demonstration_learns_something_but_not_enough() -> None:

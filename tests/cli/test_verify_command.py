@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from hub_cache import link_snapshot, offline_cache, put_snapshot
 from rich.console import Console
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -122,12 +123,12 @@ def test_being_too_far_from_torch_fails(tiny_model: Path, monkeypatch: pytest.Mo
     ("arguments", "message"),
     [
         (["qwen-7b"], "qwen2.5-7b, qwen3-0.6b"),
-        (["Qwen/Qwen2.5-7B"], "hf download Qwen/Qwen2.5-7B --local-dir"),
-        (["./no-such-directory"], "neither a directory nor a shape"),
+        (["./no-such-directory"], "neither a directory, nor an id of the Hub (org/name), nor"),
         (["{empty}"], "no config.json"),
         (["{model}", "--layers", "1"], "Invalid value for '--layers'"),
         (["{model}", "--layers", "7"], "has 3 layers, 7 were asked for"),
         (["{model}", "--device", "tpu"], "neither cuda nor cpu"),
+        (["{model}", "--device", "cpu:x"], "neither cuda nor cpu"),
         (["{model}", "--dtype", "fp16"], "fp32"),
         (["{model}", "--json", "/no/such/place/x.json"], "/no/such/place is no directory"),
         (["llama-3.1-405b", "--device", "cpu"], "are free"),
@@ -143,6 +144,22 @@ def test_mistakes_get_an_answer_and_status_2(
     assert "Traceback" not in result.output
 
 
+@pytest.mark.usefixtures("no_delays")
+def test_an_id_of_the_hub_is_verified_from_its_cache(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = put_snapshot(offline_cache(tmp_path / "hub", monkeypatch), "some-org/small")
+    for name in ("config.json", "model.safetensors"):
+        (blobs / name).write_bytes((tiny_model / name).read_bytes())
+    link_snapshot(blobs)
+    result = run_verify("some-org/small", *QUICK, "--only", "state on host", "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["model"] == "some-org/small"
+    result = run_verify("some-org/another", *QUICK)
+    assert result.exit_code == 2
+    assert "cannot be had from the Hugging Face Hub: it is not in the cache" in result.output
+
+
 def test_a_model_that_cannot_be_offloaded_is_told(tiny_model: Path, tmp_path: Path) -> None:
     config = json.loads((tiny_model / "config.json").read_text())
     model = LlamaForCausalLM(LlamaConfig(**{**config, "num_hidden_layers": 1}))
@@ -150,6 +167,28 @@ def test_a_model_that_cannot_be_offloaded_is_told(tiny_model: Path, tmp_path: Pa
     result = run_verify(str(tmp_path), *QUICK)
     assert result.exit_code == 2
     assert "no repeated blocks" in result.output
+
+
+def test_a_step_that_memory_cannot_hold_is_told(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: Any) -> None:
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    monkeypatch.setattr("outcore.verify.train", no_room)
+    result = run_verify(str(tiny_model), *QUICK)
+    assert result.exit_code == 2
+    assert "error: no memory is left for a step of 4 × 8 tokens beside the model" in result.stderr
+
+
+def test_another_failure_is_not_taken_for_memory(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr("outcore.verify.train", fails)
+    assert isinstance(run_verify(str(tiny_model), *QUICK).exception, RuntimeError)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

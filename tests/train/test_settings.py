@@ -37,6 +37,11 @@ def test_the_learning_rate_is_that_of_the_method() -> None:
         ({"seq_len": 512, "tokens_per_step": 256}, "less than one sequence"),
         ({"keep": -1}, "keep must be at least 0"),
         ({"frozen_weights": "int4"}, "add --lora"),
+        ({"lora_rank": 8}, "lora_rank is for LoRA: add --lora"),
+        ({"epochs": 0}, "epochs must be more than 0, not 0"),
+        ({"seed": 2**63}, "seed must be a number of 64 bits"),
+        ({"output": ""}, "output names no directory"),
+        ({"model": " "}, "model names no directory"),
     ],
 )
 def test_what_is_refused(changes: dict[str, object], message: str) -> None:
@@ -44,11 +49,43 @@ def test_what_is_refused(changes: dict[str, object], message: str) -> None:
         settings_of({**LEAST, **changes})
 
 
+def test_a_rank_may_stay_in_a_file_that_says_no_lora() -> None:
+    assert not settings_of({**LEAST, "lora": False, "lora_rank": 8}).lora
+
+
 def test_a_yaml_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: m\ndata: [a, b]\noutput: o\nlr: 1e-5\nmax-steps: 7\nlora: true\n")
     settings = settings_of(read_settings(path))
     assert (settings.lr, settings.max_steps, settings.lora) == (1e-5, 7, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lr: 1e-5\nmax-steps: 7\nlr: 1e-4\n", "has lr twice, in line 1 and in line 3"),
+        ("max-steps: 7\nmax_steps: 8\n", "has max_steps twice, in line 1 and in line 2"),
+        ("lr: 1e-5\nseed: [1\n", ", line 3: expected ',' or ']'"),
+        ("lr: !!python/name:os.system\n", ", line 1: could not determine a constructor"),
+        ("\0", ": unacceptable character"),
+    ],
+)
+def test_a_mistake_in_a_yaml_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"run\.yaml") as error:
+        read_settings(path)
+    assert str(error.value).startswith(str(path))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_yaml_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot be read: Is a directory$"):
+        read_settings(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"model: \xff")
+    with pytest.raises(ValueError, match=r"is not UTF-8$"):
+        read_settings(tmp_path / "latin.yaml")
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "!!python/object/apply:os.system [x]"])

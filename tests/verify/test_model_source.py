@@ -1,7 +1,11 @@
 """Models to verify: found, cut to fewer layers, and made the same each time."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from hub_cache import link_snapshot, offline_cache, put_snapshot
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from outcore.shapes import shape_names
 from outcore.verify import find_model
@@ -35,6 +39,26 @@ def test_the_same_seed_makes_the_same_model() -> None:
 
 
 def test_an_unknown_name_lists_the_shapes() -> None:
-    with pytest.raises(ValueError, match="neither a directory nor a shape") as error:
+    with pytest.raises(ValueError, match="neither a directory, nor an id of the Hub") as error:
         find_model("qwen")
     assert all(name in str(error.value) for name in shape_names())
+
+
+def test_weights_of_the_hub_are_asked_for_after_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = put_snapshot(offline_cache(tmp_path / "hub", monkeypatch), "some-org/small")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=97, num_hidden_layers=3, **sizes))
+    model.save_pretrained(tmp_path / "whole")
+    (tmp_path / "whole" / "config.json").rename(blobs / "config.json")
+    snapshot = link_snapshot(blobs)
+    source = find_model("some-org/small", num_layers=2)
+    assert source.resident_bytes() > 0
+    with pytest.raises(ValueError, match="some-org/small"):
+        source.fetched()
+    weights = tmp_path / "whole" / "model.safetensors"
+    (snapshot / weights.name).symlink_to(weights)
+    made = source.make("cpu").state_dict()
+    assert max(int(name.split(".")[2]) for name in made if ".layers." in name) == 1
+    assert all(torch.equal(made[name], model.state_dict()[name]) for name in made)
