@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# By a module's class, settings and width: a model has the same few in every block.
-_found_inside: dict[tuple[type[nn.Module], str, int], float] = {}
+# By a module's class, settings, what of it is trained, and width: a model has the same few in
+# every block.
+_found_inside: dict[tuple[type[nn.Module], str, tuple[bool, ...], int], float] = {}
 _EXPERT_SIZES = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 
 
@@ -130,15 +131,17 @@ def _is_gated(linears: list[tuple[str, int, int]]) -> bool:
 
 def _saved_inside(module: nn.Module, width: int) -> float:
     """Return what a small module saves for each element, beside input, output and parameters."""
-    key = (type(module), repr(module), width)
+    # A frozen weight needs no gradient, and so not what it is multiplied with.
+    is_trained = tuple(parameter.requires_grad for parameter in module.parameters())
+    key = (type(module), repr(module), is_trained, width)
     if key not in _found_inside:
         _found_inside[key] = _look_inside(module, width)
     return _found_inside[key]
 
 
 def _look_inside(module: nn.Module, width: int) -> float:
-    module = copy.deepcopy(module).to("meta").train()
-    x = torch.empty((1, 2, width), device="meta", requires_grad=True)
+    module = copy.deepcopy(module).to("meta", torch.float32).train()
+    x = torch.empty((1, 2, width), device="meta", dtype=torch.float32, requires_grad=True)
     saved: dict[int, Tensor] = {}
 
     def see(tensor: Tensor) -> Tensor:

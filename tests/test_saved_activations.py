@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import outcore
+from outcore import saved_activations
 from outcore.model_spec import spec_of_model
 
 sys.path.insert(0, str(Path(__file__).parent / "engine"))
@@ -56,3 +57,19 @@ def test_families_that_are_counted_exactly(name: str, attention: str) -> None:
 def test_families_that_are_counted_roughly(name: str, attention: str) -> None:
     predicted, saved = predicted_and_saved(name, attention)
     assert 0.96 * saved <= predicted <= 1.2 * saved
+
+
+def test_a_frozen_model_that_was_looked_at_before_changes_nothing() -> None:
+    """Its norms save less, look the same, and are found in the same process."""
+
+    def kept_by_blocks(is_trained: bool) -> list[float]:
+        model = BY_NAME["llama"].make().requires_grad_(is_trained)
+        blocks = spec_of_model(model).blocks
+        return [block.kept_bytes_per_token("fp32", is_compiled=False) for block in blocks]
+
+    saved_activations._found_inside.clear()
+    trained = kept_by_blocks(True)
+    saved_activations._found_inside.clear()
+    frozen = kept_by_blocks(False)
+    assert kept_by_blocks(True) == trained
+    assert all(less < more for less, more in zip(frozen, trained, strict=True))
