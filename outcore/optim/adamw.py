@@ -265,6 +265,12 @@ class AdamW(torch.optim.Optimizer):
             bad = sorted({self._backend.name_of(key) for key in squares if not _ok(squares[key])})
             if self.on_non_finite == "skip":
                 self.num_skipped_steps += 1
+                warnings.warn(  # the count makes each text another: Python shows one only once
+                    f"step {self._step + 1} was skipped, the gradient is not finite in "
+                    f"{', '.join(bad)}; no state was changed ({self.num_skipped_steps} skipped)",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
                 return None
             raise NonFiniteGradient(
                 f"the gradient is not finite in {', '.join(bad)} (step {self._step + 1}); no "
@@ -392,7 +398,10 @@ class AdamW(torch.optim.Optimizer):
             raise RuntimeError(
                 f"{chunk.unit.name} got a second gradient before step(), but its update has "
                 "already begun: update_during_backward allows one backward() for each step(), "
-                "and each block once in a forward. Leave the option off to add gradients up."
+                "and each block once in a forward. Leave the option off to add gradients up. If "
+                "the backward before this one was interrupted or failed, its step is half done, "
+                "and zero_grad() takes no update back: load the last checkpoint; or call step(), "
+                "which ends it with the updates that it got, and go on from there."
             )
         if self._pass == "measure":
             self._updated.setdefault(chunk.arrival, set()).add(chunk.start)

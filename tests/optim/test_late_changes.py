@@ -196,3 +196,26 @@ def test_hooks_on_edges_run(tmp_path: Path, name: str) -> None:
         each.get_parameter(name).register_hook(lambda gradient: gradient * 0.1)
         train(each, its, range(1, 4))
     assert_like(model, plain)
+
+
+def test_an_interrupted_step_says_that_it_is_half_done(tmp_path: Path) -> None:
+    model = offloaded(plain_model(), tmp_path)
+    optimizer = outcore.AdamW(model, update_during_backward=True, **OPTIONS)
+    train(model, optimizer, range(1))
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[1].mlp.register_full_backward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, optimizer, range(1, 2))
+    handle.remove()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"half done.*checkpoint.*step\(\)"):
+        train(model, optimizer, range(1, 2))
+    optimizer.step()  # ends it
+    train(model, optimizer, range(2, 3))
+    counts = optimizer.step_counts()
+    assert optimizer.num_steps == 3
+    assert counts["lm_head.weight"] == 3
+    assert counts["model.layers.0.mlp.up_proj.weight"] == 2  # the interrupt came before it
