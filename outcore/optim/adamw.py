@@ -141,15 +141,16 @@ class AdamW(torch.optim.Optimizer):
         if clip is None:
             return loss
         scalars_of = self._scalars_of(clip)
-        values = [self._values(chunk, scalars_of) for chunk in chunks]
+        arrivals = {chunk.arrival: chunk for chunk in chunks}  # one for all that arrived with it
+        values = {key: self._values(chunk, scalars_of) for key, chunk in arrivals.items()}
         self._backend.settle_once()
         self._step += 1  # what could be refused was
-        self._counts.advance({chunk.arrival for chunk in chunks}, self._backend.resting)
+        self._counts.advance(arrivals, self._backend.resting)
         now = self._backend.compute_fence()  # whatever still reads the weights goes first
         updates = []
-        for chunk, each in zip(chunks, values, strict=True):
+        for chunk in chunks:
             gradient, arrived = self._backend.waiting_gradient(chunk)
-            updates.append(self._update(chunk, each, gradient, [*arrived, now]))
+            updates.append(self._update(chunk, values[chunk.arrival], gradient, [*arrived, now]))
         self._backend.queue(updates)
         step_ended()
         return loss
