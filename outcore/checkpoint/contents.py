@@ -86,6 +86,7 @@ def plain_values(
     return {
         "run": run,
         "optimizer": [_as_numbers(group) for group in optimizer.hyperparameters()],
+        "step_counts": optimizer.step_counts(),
         "num_skipped_steps": optimizer.num_skipped_steps,
         "state_format": engine_of(model).options.state_format.name,
         "frozen": frozen,

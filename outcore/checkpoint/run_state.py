@@ -33,6 +33,7 @@ from outcore.errors import StoreError
 from outcore.optim.adamw import AdamW
 
 _MOST_RANDOM_BYTES = 1 << 20  # of one generator
+_STEP_COUNTS = "step_counts"  # not in checkpoints of earlier versions: all saw every step
 _VALUES = {
     "run": dict,
     "optimizer": list,
@@ -184,6 +185,8 @@ def _check_fits(
         )
     try:
         optimizer.check_hyperparameters(manifest.values["optimizer"])
+        if _STEP_COUNTS in manifest.values:
+            optimizer.check_step_counts(manifest.values[_STEP_COUNTS], manifest.step)
     except (TypeError, ValueError) as error:
         raise StoreError(f"{directory} is of another optimizer: {error}", path=directory) from error
 
@@ -205,7 +208,7 @@ def _restore(
                 read_tensors(directory, file, ((name, places[name]) for name in chosen))
             if weights:
                 engine.weights_replaced()
-    optimizer.resume(manifest.step, manifest.values["optimizer"])
+    optimizer.resume(manifest.step, manifest.values["optimizer"], manifest.values.get(_STEP_COUNTS))
     optimizer.num_skipped_steps = manifest.values["num_skipped_steps"]
     restore_random(dict(_random_states(directory, manifest)), manifest.values["random"])
 

@@ -8,27 +8,41 @@ the forward waits, unit by unit, only for what it uses.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from outcore.errors import NonFiniteGradient, OutOfBudget
 from outcore.kernels import AdamWScalars, has_library
+from outcore.optim.late_changes import LateChanges, check_trainable
 from outcore.optim.param_groups import ParamsArg, as_groups, backend_of, check_values
 from outcore.optim.planned_clipping import other_than_planned
 from outcore.optim.saved_state import HYPERPARAMETERS, check_saved_state
+from outcore.optim.segments import Segments
 from outcore.optim.state_format import Rounding
-from outcore.optim.updates import Chunk, ChunkUpdate, Segment
+from outcore.optim.step_counts import StepCounts
+from outcore.optim.updates import Arrival, Chunk, ChunkUpdate, Segment
 from outcore.random_state import RandomState
 from outcore.store.spans import separate
 from outcore.stream.lanes import Fence
 from outcore.stream.recording import step_ended
 
 Pass = Literal["measure", "update"]
+ScalarsOf = Callable[[int, int], AdamWScalars]
+"""Gives the scalars of (param group, step)."""
+
+
+class _Values(NamedTuple):
+    """What the update of a chunk computes with, beside its tensors."""
+
+    step: int
+    segments: list[Segment]
+    scalars: list[AdamWScalars]  # by segment
 
 
 class AdamW(torch.optim.Optimizer):
@@ -69,7 +83,8 @@ class AdamW(torch.optim.Optimizer):
         self.grad_norm: float | None = None  # of the last step, before clipping
         self.num_skipped_steps = 0
         self._step = 0
-        self._updated_chunks: set[tuple[int, int]] = set()  # since the last step(), or measured
+        # The first elements of chunks updated since the last step(), or measured.
+        self._updated: dict[Arrival, set[int]] = {}
         self._clip = 1.0  # for updates during the backward
         self._pass: Pass | None = None  # of the two of a step
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
@@ -77,8 +92,10 @@ class AdamW(torch.optim.Optimizer):
         backend = backend_of(self.param_groups)
         self._backend = backend
         has_library()  # warns here, once, if the kernels are missing: not in a background thread
-        self._check_trainable()
-        self._segments = self._find_segments()
+        check_trainable(backend.all_units)
+        self._late_changes = LateChanges(backend.all_units)
+        self._counts = StepCounts(backend.units)
+        self._segments = Segments(self.param_groups, self._counts)
         said = other_than_planned(
             plans_waiting=backend.plans_waiting,
             updates_during_backward=update_during_backward,
@@ -116,21 +133,24 @@ class AdamW(torch.optim.Optimizer):
             self._end_passing_step()
             step_ended()
             return loss
+        self._late_changes.refuse()
         chunks = [chunk for chunk in self._backend.chunks if self._backend.has_gradient(chunk)]
         if not chunks:
             return loss
         clip = self._clip_factor()
         if clip is None:
-            self.num_skipped_steps += 1
             return loss
-        scalars = self._scalars(self._step + 1, clip)
+        scalars_of = self._scalars_of(clip)
+        arrivals = {chunk.arrival: chunk for chunk in chunks}  # one for all that arrived with it
+        values = {key: self._values(chunk, scalars_of) for key, chunk in arrivals.items()}
         self._backend.settle_once()
         self._step += 1  # what could be refused was
+        self._counts.advance(arrivals, self._backend.resting)
         now = self._backend.compute_fence()  # whatever still reads the weights goes first
         updates = []
         for chunk in chunks:
             gradient, arrived = self._backend.waiting_gradient(chunk)
-            updates.append(self._update(chunk, scalars, gradient, [*arrived, now]))
+            updates.append(self._update(chunk, values[chunk.arrival], gradient, [*arrived, now]))
         self._backend.queue(updates)
         step_ended()
         return loss
@@ -150,14 +170,16 @@ class AdamW(torch.optim.Optimizer):
         ``remainder`` holds the 16 bits of the fp32 master that the bf16 weight rounds away.
         """
         self.synchronize()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter in self.state:
-                    self.state[parameter]["step"] = torch.tensor(float(self._step))
+        steps = self._counts.by_name()
+        for name, parameter in self._names():
+            self.state[parameter]["step"] = torch.tensor(float(steps[name]))
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, or the state of a ``torch.optim.AdamW``."""
+        """Load what ``state_dict`` returned, or the state of a ``torch.optim.AdamW``.
+
+        Each parameter goes on from its own step; ``num_steps`` is the largest of them.
+        """
         self.synchronize()
         state_dict = copy.copy(state_dict)  # hooks may write into it
         for prepare in self._optimizer_load_state_dict_pre_hooks.values():
@@ -173,15 +195,26 @@ class AdamW(torch.optim.Optimizer):
             target.copy_(value)
         for group, values in zip(self.param_groups, saved.groups, strict=True):
             group.update(values)
-        self._step = saved.step
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        steps = dict(zip(parameters, saved.steps, strict=True))
+        self._step = max(saved.steps, default=0)
+        self._count_on({name: steps[p] for name, p in self._names()})
         self._backend.state_replaced(self._backend.units)
         for finish in self._optimizer_load_state_dict_post_hooks.values():
             finish(self)
 
     @property
     def num_steps(self) -> int:
-        """Steps that this state has seen."""
+        """Steps that this state has seen; parameters without a gradient saw fewer."""
         return self._step
+
+    def step_counts(self) -> dict[str, int]:
+        """Return the steps that each parameter has seen, by its name."""
+        return self._counts.by_name()
+
+    def check_step_counts(self, counts: Any, num_steps: int) -> None:
+        """Raise ValueError for what ``resume`` could not take."""
+        self._counts.check(counts, num_steps)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Return each group's values, without its parameters."""
@@ -198,13 +231,25 @@ class AdamW(torch.optim.Optimizer):
                 raise ValueError(f"param group {index} lacks some of {', '.join(HYPERPARAMETERS)}")
             check_values(**{name: values[name] for name in HYPERPARAMETERS})
 
-    def resume(self, num_steps: int, hyperparameters: Sequence[dict[str, Any]]) -> None:
-        """Go on from state that was written into ``self.state``, after ``num_steps`` steps."""
+    def resume(
+        self,
+        num_steps: int,
+        hyperparameters: Sequence[dict[str, Any]],
+        step_counts: dict[str, int] | None = None,
+    ) -> None:
+        """Go on from state that was written into ``self.state``, after ``num_steps`` steps.
+
+        ``step_counts``: those that each parameter has seen, None if all have seen all.
+        """
         self.check_hyperparameters(hyperparameters)
+        if step_counts is None:
+            step_counts = dict.fromkeys(self._counts.by_name(), num_steps)
+        self.check_step_counts(step_counts, num_steps)
         for group, values in zip(self.param_groups, hyperparameters, strict=True):
             values = {k: v for k, v in values.items() if k != "params"}
             group.update({k: _as_before(group.get(k), v) for k, v in values.items()})
         self._step = num_steps
+        self._count_on(step_counts)
         self._backend.state_replaced(self._backend.units)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -220,6 +265,13 @@ class AdamW(torch.optim.Optimizer):
             self.grad_norm = math.nan
             bad = sorted({self._backend.name_of(key) for key in squares if not _ok(squares[key])})
             if self.on_non_finite == "skip":
+                self.num_skipped_steps += 1
+                warnings.warn(  # the count makes each text another: Python shows one only once
+                    f"step {self._step + 1} was skipped, the gradient is not finite in "
+                    f"{', '.join(bad)}; no state was changed ({self.num_skipped_steps} skipped)",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
                 return None
             raise NonFiniteGradient(
                 f"the gradient is not finite in {', '.join(bad)} (step {self._step + 1}); no "
@@ -231,24 +283,34 @@ class AdamW(torch.optim.Optimizer):
             return 1.0
         return min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
 
-    def _scalars(self, step: int, grad_scale: float) -> list[AdamWScalars]:
-        return [
-            AdamWScalars.of(
-                lr=float(group["lr"]),
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
+    def _scalars_of(self, grad_scale: float) -> ScalarsOf:
+        @functools.cache
+        def scalars(group: int, step: int) -> AdamWScalars:
+            values = self.param_groups[group]
+            return AdamWScalars.of(
+                lr=float(values["lr"]),
+                beta1=values["betas"][0],
+                beta2=values["betas"][1],
+                eps=values["eps"],
+                weight_decay=values["weight_decay"],
                 step=step,
                 grad_scale=grad_scale,
             )
-            for group in self.param_groups
-        ]
+
+        return scalars
+
+    def _values(self, chunk: Chunk, scalars_of: ScalarsOf) -> _Values:
+        """Return what a chunk's update of this step computes with."""
+        is_counted = chunk.arrival in self._updated
+        step = self._counts.of(chunk.arrival) + (not is_counted)
+        segments = self._segments.of(chunk.unit, self._backend.resting(chunk.unit.index))
+        scalars = [scalars_of(segment.group, step - segment.missed) for segment in segments]
+        return _Values(step=step, segments=segments, scalars=scalars)
 
     def _update(
         self,
         chunk: Chunk,
-        scalars: list[AdamWScalars],
+        values: _Values,
         gradient: Callable[[], Tensor],
         after: list[Fence],
         on_read: Callable[[Fence | None], None] | None = None,
@@ -256,9 +318,9 @@ class AdamW(torch.optim.Optimizer):
         return ChunkUpdate(
             chunk=chunk,
             state=self._backend.states[chunk.unit.index],
-            segments=self._segments[chunk.unit.index],
-            scalars=scalars,
-            rounding=Rounding(seed=self.rounding_seed, step=self._step),
+            segments=values.segments,
+            scalars=values.scalars,
+            rounding=Rounding(seed=self.rounding_seed, step=values.step),
             gradient=gradient,
             after=after,
             on_read=on_read,
@@ -272,11 +334,13 @@ class AdamW(torch.optim.Optimizer):
         on_read: Callable[[Fence | None], None] | None,
     ) -> None:
         """Queue an update while the backward still runs."""
-        step = self._step if self._updated_chunks else self._step + 1
-        scalars = self._scalars(step, self._clip)
-        self._step = step
-        self._updated_chunks.add(chunk.key)
-        self._backend.queue([self._update(chunk, scalars, gradient, after, on_read)])
+        values = self._values(chunk, self._scalars_of(self._clip))
+        if not self._updated:
+            self._step += 1
+        if chunk.arrival not in self._updated:
+            self._counts.advance([chunk.arrival], self._backend.resting)
+        self._updated.setdefault(chunk.arrival, set()).add(chunk.start)
+        self._backend.queue([self._update(chunk, values, gradient, after, on_read)])
 
     @property
     def _takes_two_passes(self) -> bool:
@@ -297,11 +361,10 @@ class AdamW(torch.optim.Optimizer):
         random = RandomState(self._backend.device)
         try:
             loss = self._run_pass("measure", closure)
-            if not self._updated_chunks:
+            if not self._updated:
                 return loss
             clip = self._clip_factor()
             if clip is None:
-                self.num_skipped_steps += 1
                 return loss
             norm, self._clip = self.grad_norm, clip
             random.restore()
@@ -311,14 +374,14 @@ class AdamW(torch.optim.Optimizer):
         finally:
             self._backend.drop_gradients(False)
             self._backend.clear_gradients()
-            self._updated_chunks.clear()
+            self._updated.clear()
             self._pass, self._clip = None, 1.0
         step_ended()
         return loss
 
     def _run_pass(self, which: Pass, closure: Callable[[], Any]) -> Any:
         self._pass = which
-        self._updated_chunks.clear()
+        self._updated.clear()
         self._backend.clear_gradients()
         self._backend.drop_gradients(which == "measure")
         with torch.enable_grad():
@@ -330,17 +393,22 @@ class AdamW(torch.optim.Optimizer):
                 "backward() outside of step(closure): max_grad_norm with update_during_backward "
                 "takes two passes over the batch, and step() runs both of them"
             )
-        if chunk.key in self._updated_chunks:
+        if not self._updated:
+            self._late_changes.refuse()
+        if chunk.start in self._updated.get(chunk.arrival, ()):
             raise RuntimeError(
                 f"{chunk.unit.name} got a second gradient before step(), but its update has "
                 "already begun: update_during_backward allows one backward() for each step(), "
-                "and each block once in a forward. Leave the option off to add gradients up."
+                "and each block once in a forward. Leave the option off to add gradients up. If "
+                "the backward before this one was interrupted or failed, its step is half done, "
+                "and zero_grad() takes no update back: load the last checkpoint; or call step(), "
+                "which ends it with the updates that it got, and go on from there."
             )
         if self._pass == "measure":
-            self._updated_chunks.add(chunk.key)
+            self._updated.setdefault(chunk.arrival, set()).add(chunk.start)
 
     def _end_passing_step(self) -> None:
-        self._updated_chunks.clear()
+        self._updated.clear()
         self._backend.begin_forward()
         squares = self._backend.squared_norms()
         bad = sorted({self._backend.name_of(key) for key in squares if not _ok(squares[key])})
@@ -352,33 +420,16 @@ class AdamW(torch.optim.Optimizer):
                 "update_during_backward has already applied it: load the last checkpoint."
             )
 
-    def _check_trainable(self) -> None:
-        """Refuse what was frozen or unfrozen too late: spans and gradients are laid out already."""
-        for unit in self._backend.all_units:
-            for field in unit.layout.fields:
-                if field.trainable != unit.parameters[field.name].requires_grad:
-                    raise ValueError(
-                        f"{unit.full_name(field.name)} was "
-                        f"{'trainable' if field.trainable else 'frozen'} when the model was "
-                        "offloaded: set requires_grad before outcore.offload"
-                    )
-
-    def _find_segments(self) -> dict[int, list[Segment]]:
-        """Return each unit's runs of elements that belong to one param group."""
-        group_of = {id(p): g for g, group in enumerate(self.param_groups) for p in group["params"]}
-        segments: dict[int, list[Segment]] = {}
+    def _names(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the full name of each parameter that has a state here."""
         for unit in self._backend.units:
-            runs: list[Segment] = []
             for field in unit.layout.trainable:
-                group = group_of.get(id(unit.parameters[field.name]))
-                if group is None:
-                    continue
-                if runs and runs[-1].group == group and field.offset - runs[-1].end < 128:
-                    runs[-1] = Segment(start=runs[-1].start, end=field.end, group=group)
-                else:
-                    runs.append(Segment(start=field.offset, end=field.end, group=group))
-            segments[unit.index] = runs
-        return segments
+                if unit.parameters[field.name] in self.state:
+                    yield unit.full_name(field.name), unit.parameters[field.name]
+
+    def _count_on(self, counts: dict[str, int]) -> None:
+        self._counts.replace(counts)
+        self._segments.forget()
 
     def _show_state(self) -> None:
         """Fill ``self.state`` with views, as users of torch's optimizers expect to find it.

@@ -244,6 +244,11 @@ class OptimizerBackend:
         assert self.gradients is not None
         return self.gradients.squared_norms()
 
+    def resting(self, unit_index: int) -> frozenset[str]:
+        """Return the parameters of a block that this step leaves out."""
+        assert self.gradients is not None
+        return self.gradients.resting(unit_index)
+
     def name_of(self, key: tuple[int, str]) -> str:
         unit = next(unit for unit in self.units if unit.index == key[0])
         return unit.full_name(key[1]) if key[1] else unit.name

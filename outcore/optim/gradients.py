@@ -26,19 +26,22 @@ class Accumulator:
     """The fp32 sum of one unit's gradients over its micro-batches, on the device.
 
     ``flat`` must hold zeros between the fields of the layout; the fields themselves may hold
-    anything, because the first micro-batch overwrites them.
+    anything, because the first micro-batch overwrites them. ``resting`` names parameters that are
+    frozen now, though not when the model was offloaded: their gradients are dropped.
     """
 
     def __init__(self, unit: Unit, flat: Tensor) -> None:
         self.unit = unit
         self.flat = flat
-        self._fields = [flat[f.offset : f.end].view(f.shape) for f in unit.layout.trainable]
+        fields, parameters = unit.layout.trainable, unit.parameters
+        self.resting = frozenset(f.name for f in fields if not parameters[f.name].requires_grad)
+        self._fields = [(flat[f.offset : f.end].view(f.shape), f.name) for f in fields]
         self._is_empty = True
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """Add one micro-batch's gradients, in the order of layout.trainable; None is zero."""
-        for total, gradient in zip(self._fields, gradients, strict=True):
-            if gradient is not None:
+        for (total, name), gradient in zip(self._fields, gradients, strict=True):
+            if gradient is not None and name not in self.resting:
                 accumulate_(total, gradient, is_first=self._is_empty)
             elif self._is_empty:
                 total.zero_()
@@ -77,6 +80,7 @@ class Gradients:
         self._wires = [torch.zeros(numel, dtype=wire_dtype, device=device) for _ in range(2)]
         self._wire_free: list[Fence | None] = [None, None]
         self._turn = 0
+        self._resting: dict[int, frozenset[str]] = {}  # by unit
         # One squared norm for each block and for each parameter of an edge.
         self._norm_rows: dict[tuple[int, str], int] = {}
         for unit in units:
@@ -96,8 +100,11 @@ class Gradients:
         """Send a block's summed gradient on its way."""
         unit, total = accumulator.unit, accumulator.total()
         earlier = self._sink.previous(unit, 0, total.numel())
+        resting = accumulator.resting
         if earlier is not None:
             total.add_(earlier)
+            resting &= self.resting(unit.index)  # a gradient from before it was frozen counts
+        self._resting[unit.index] = resting
         self._note_norm(unit, "", total)
         turn, self._turn = self._turn, 1 - self._turn
         free = self._wire_free[turn]
@@ -116,6 +123,10 @@ class Gradients:
             wire = (wire.float() + earlier.float()).to(self._wire_dtype)
         self._note_norm(unit, field.name, wire)
         self._sink.deliver(unit, field.offset, wire, Fence.after_compute(self._device))
+
+    def resting(self, unit_index: int) -> frozenset[str]:
+        """Return the parameters of a block that its gradient has nothing for: they were frozen."""
+        return self._resting.get(unit_index, frozenset())
 
     def squared_norms(self) -> dict[tuple[int, str], float]:
         """Return the squared norm of each gradient by (unit, parameter); waits for the device."""

@@ -21,9 +21,9 @@ OTHER_ALGORITHMS = ("amsgrad", "maximize")  # that torch's AdamW has under the s
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SavedState:
-    """What to load: the step, the values of each group, and where each tensor goes."""
+    """What to load: steps, the values of each group, and where each tensor goes."""
 
-    step: int
+    steps: list[int]  # that each parameter has seen, in the order of the groups
     groups: list[dict[str, Any]]  # without their parameters
     copies: list[tuple[Tensor, Tensor]]  # (target, value)
 
@@ -61,7 +61,7 @@ def check_saved_state(
         for key, parameter in zip(ids, parameters, strict=True)
         for copy in _copies(key, entries.get(key), targets.get(parameter, {}))
     ]
-    step = _step(entries)
+    steps = [_step(key, entries[key]) if key in entries else 0 for key in ids]
     homes = [targets.get(parameter, {}) for parameter in parameters]
     if any(
         home and "remainder" in entries.get(key, {}) and "remainder" not in home
@@ -72,7 +72,7 @@ def check_saved_state(
             "place for them: it goes on from the weights as the model has them",
             stacklevel=3,
         )
-    return SavedState(step=step, groups=groups, copies=copies)
+    return SavedState(steps=steps, groups=groups, copies=copies)
 
 
 def _groups(
@@ -138,19 +138,14 @@ def _copies(
     return copies
 
 
-def _step(entries: Mapping[Any, Mapping[str, Any]]) -> int:
-    """Return the one step at which all were saved; 0 where nothing has a state."""
-    steps: set[int] = set()
-    for key, entry in entries.items():
-        if "step" not in entry:
-            raise ValueError(f"state of parameter {key} has no 'step'")
-        try:
-            step = int(entry["step"])
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            step = -1
-        if step < 0:
-            raise ValueError(f"step of parameter {key} is {entry['step']!r}, needs a whole number")
-        steps.add(step)
-    if len(steps) > 1:
-        raise ValueError(f"parameters were saved at different steps: {sorted(steps)}")
-    return steps.pop() if steps else 0
+def _step(key: Any, entry: Mapping[str, Any]) -> int:
+    """Return the steps that a parameter had seen when it was saved."""
+    if "step" not in entry:
+        raise ValueError(f"state of parameter {key} has no 'step'")
+    try:
+        step = int(entry["step"])
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        step = -1
+    if step < 0:
+        raise ValueError(f"step of parameter {key} is {entry['step']!r}, needs a whole number")
+    return step

@@ -22,6 +22,9 @@ from outcore.stream.unit import Unit
 
 MAX_PIECE_ELEMENTS = 1 << 24  # of a chunk on disk: four tensors of them are staged at a time
 
+Arrival = tuple[int, int]
+"""Of a gradient that arrives in one piece: the unit's index and the first element."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
@@ -41,17 +44,25 @@ class Chunk:
         return self.unit.index, self.start
 
     @property
+    def arrival(self) -> Arrival:
+        return self.unit.index, self.delivery
+
+    @property
     def numel(self) -> int:
         return self.end - self.start
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A run of elements of a unit that share hyper-parameters; ``group`` is a param group."""
+    """A run of elements of a unit that are updated alike.
+
+    ``group`` is their param group; ``missed`` are steps of the unit in which they rested.
+    """
 
     start: int
     end: int
     group: int
+    missed: int = 0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -65,7 +76,7 @@ class ChunkUpdate:
     chunk: Chunk
     state: UnitState
     segments: Sequence[Segment]
-    scalars: Sequence[AdamWScalars]  # by param group
+    scalars: Sequence[AdamWScalars]  # by segment
     rounding: Rounding
     gradient: Callable[[], Tensor]  # the chunk's gradient, valid after the fences
     after: Sequence[Fence]
@@ -86,7 +97,7 @@ class ChunkUpdate:
 
     def apply(self, tensors: Sequence[Tensor], gradient: Tensor) -> None:
         """Run AdamW over ``tensors`` (UnitState.tensors() cut to the chunk), wherever they are."""
-        for segment in self.segments:
+        for segment, scalars in zip(self.segments, self.scalars, strict=True):
             start = max(segment.start, self.chunk.start) - self.chunk.start
             end = min(segment.end, self.chunk.end) - self.chunk.start
             if start >= end:
@@ -94,7 +105,7 @@ class ChunkUpdate:
             self.state.format.update_(
                 self.state.format.cut(tensors, start, end),
                 gradient[start:end],
-                self.scalars[segment.group],
+                scalars,
                 self.rounding,
                 self.chunk.unit.first_element + self.chunk.start + start,
             )
