@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from outcore.engine import recorded_outputs
+from outcore.engine.call_arguments import CallArguments
+from outcore.engine.lost_gradients import hidden_gradients, refusal, warn_of_attributes
 from outcore.engine.micro_batch import MicroBatches
 from outcore.engine.saved_inputs import SavedInputs
 from outcore.engine.streamed_block import StreamedBlock
@@ -27,7 +29,8 @@ class BlockCall:
 
     def __init__(self, block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.block = block
-        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.arguments = CallArguments(args, kwargs)
+        self.leaves = self.arguments.leaves
         self.positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         self.batches = MicroBatches(self.leaves, block.micro_batch)
         self.needs_grad = [self.leaves[i].requires_grad for i in self.positions]
@@ -51,18 +54,29 @@ class BlockCall:
         leaves = list(self.leaves)
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = tensor
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        given = self.arguments.build(leaves)
         output: Any
+        recording: recorded_outputs.Recording = {}
         with self.autocast.context():
             if self.record_keys:
-                output = recorded_outputs.call_recording(
-                    self.block.run_eagerly, weights, args, kwargs, keys=self.record_keys
+                output, recording = recorded_outputs.call_recording(
+                    self.block.run_eagerly, weights, given.args, given.kwargs, keys=self.record_keys
                 )
             else:
-                output = (self.block.run(weights, args, kwargs), {})
-        flat, spec = pytree.tree_flatten(output)
-        self.output_spec = spec
+                output = self.block.run(weights, given.args, given.kwargs)
+        flat, self.output_spec = pytree.tree_flatten((output, recording, given.changes()))
         return flat
+
+    def refuse_lost_gradients(self, outputs: Sequence[Any]) -> None:
+        """After a run with gradients: refuse tensors that went where no gradient comes from."""
+        if (leaf := hidden_gradients(self.leaves)) is not None:
+            argument = self.arguments.name_of(leaf)
+            raise refusal(self.block.described, f"takes as argument {argument}", leaf)
+        if (leaf := hidden_gradients(outputs)) is not None:
+            raise refusal(self.block.described, "returns", leaf)
+        if not self.block.has_run_with_gradients:
+            self.block.has_run_with_gradients = True
+            warn_of_attributes(self.block.body.block, self.block.described)
 
     def slices(self, tensors: Sequence[Tensor], bounds: tuple[int, int]) -> list[Tensor]:
         """Return one micro-batch's inputs as leaves of a graph of their own."""
@@ -72,12 +86,13 @@ class BlockCall:
         ]
 
     def rebuild(self, results: Sequence[Tensor]) -> Any:
-        """Put the function's tensors back into the block's output; hand over its recordings."""
+        """Put the function's tensors back into the block's output; hand over what else it wrote."""
         assert self.output_spec is not None
         flat = [results[x.index] if isinstance(x, _Position) else x for x in self.outputs]
-        output, recording = pytree.tree_unflatten(flat, self.output_spec)
+        output, recording, changes = pytree.tree_unflatten(flat, self.output_spec)
         if recording:
             recorded_outputs.hand_over(recording)
+        self.arguments.hand_over(changes)
         return output
 
 
@@ -110,6 +125,7 @@ class BlockFunction(torch.autograd.Function):
                 inputs = call.slices(tensors, bounds)
                 with torch.enable_grad(), block.saving(inputs, call.batches, tensors, keep=keep):
                     outputs = call.run(weights, inputs)
+                call.refuse_lost_gradients(outputs)
                 if not collector.add(outputs, bounds):
                     break  # an output that cannot be put together: once more, unsplit
                 if ctx.kept is not None:

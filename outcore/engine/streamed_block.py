@@ -50,6 +50,7 @@ class StreamedBlock:
         self.device = services.device
         self.micro_batch = services.micro_batch
         self.cannot_split = False
+        self.has_run_with_gradients = False
         self.trainable_names = [f"block.{f.name}" for f in unit.layout.trainable]
         self._services = services
         self._position = position
@@ -59,6 +60,11 @@ class StreamedBlock:
     @property
     def body(self) -> BlockBody:
         return self._body
+
+    @property
+    def described(self) -> str:
+        """The block's name and class, for messages."""
+        return f"{self.unit.name} ({type(self._body.block).__name__})"
 
     @contextlib.contextmanager
     def weights(self, phase: str) -> Iterator[dict[str, Tensor]]:
