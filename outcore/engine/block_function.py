@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from outcore.engine import recorded_outputs
 from outcore.engine.call_arguments import CallArguments
+from outcore.engine.first_order import first_order_only
 from outcore.engine.lost_gradients import hidden_gradients, refusal, warn_of_attributes
 from outcore.engine.micro_batch import MicroBatches
 from outcore.engine.saved_inputs import SavedInputs
@@ -143,6 +144,7 @@ class BlockFunction(torch.autograd.Function):
         return BlockFunction.forward(ctx, call, anchor, *tensors)
 
     @staticmethod
+    @first_order_only
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: BlockCall = ctx.call
         block = call.block
