@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from outcore.engine import recorded_outputs
+from outcore.engine.block_buffers import copies
 from outcore.engine.call_arguments import CallArguments
 from outcore.engine.first_order import first_order_only
 from outcore.engine.lost_gradients import hidden_gradients, refusal, warn_of_attributes
@@ -40,7 +41,7 @@ class BlockCall:
         self.random_states: list[RandomState] = []
         self.output_spec: pytree.TreeSpec | None = None
         self.outputs: list[Any] = []  # per output leaf: a tensor position, or a plain value
-        if block.cannot_split:
+        if block.cannot_split or block.buffers.need_whole_batch:
             self.batches.whole()
 
     def take_tensors(self) -> list[Tensor]:
@@ -119,6 +120,7 @@ class BlockFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.inputs = SavedInputs(block.host_inputs(keep=keep), tensors)
         ctx.save_for_backward(*ctx.inputs.on_device(tensors))
+        ctx.buffers = block.buffers.found()
         collector = _OutputCollector(call)
         with block.weights("forward") as weights:
             for bounds in call.batches.bounds:
@@ -127,8 +129,11 @@ class BlockFunction(torch.autograd.Function):
                 with torch.enable_grad(), block.saving(inputs, call.batches, tensors, keep=keep):
                     outputs = call.run(weights, inputs)
                 call.refuse_lost_gradients(outputs)
-                if not collector.add(outputs, bounds):
-                    break  # an output that cannot be put together: once more, unsplit
+                changes_buffers = block.buffers.learn(ctx.buffers)
+                if not collector.add(outputs, bounds) or (
+                    changes_buffers and call.batches.is_split
+                ):
+                    break  # cannot be put together, or is to happen once: once more, unsplit
                 if ctx.kept is not None:
                     ctx.kept.append((inputs, _roots(outputs), weights))
                 del inputs, outputs
@@ -139,6 +144,7 @@ class BlockFunction(torch.autograd.Function):
                 return results
         call.random_states[0].restore()
         call.random_states.clear()
+        block.buffers.restore(ctx.buffers)
         call.batches.whole()
         block.cannot_split = True
         return BlockFunction.forward(ctx, call, anchor, *tensors)
@@ -164,7 +170,7 @@ class BlockFunction(torch.autograd.Function):
                     call.random_states[i].restore()
                     inputs, own_weights = call.slices(tensors, bounds), weights
                     with torch.enable_grad():
-                        roots = _roots(call.run(weights, inputs))
+                        roots = _roots(call.run({**weights, **copies(ctx.buffers)}, inputs))
                 _differentiate(
                     call, bounds, inputs, roots, own_weights, output_grads, grads, accumulator
                 )

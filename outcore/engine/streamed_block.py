@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from outcore.engine import activations
 from outcore.engine.activations import ActivationPolicy, SavedBytes
 from outcore.engine.block_body import BlockBody, compiled_body, run_body
+from outcore.engine.block_buffers import BlockBuffers
 from outcore.engine.host_inputs import HostInputs
 from outcore.engine.micro_batch import MicroBatches
 from outcore.errors import OutcoreError
@@ -55,6 +56,7 @@ class StreamedBlock:
         self._services = services
         self._position = position
         self._body = BlockBody(module)
+        self.buffers = BlockBuffers(module)
         self._flat: Tensor | None = None  # the weights on the device, while they are acquired
 
     @property

@@ -1,4 +1,4 @@
-"""Blocks that hand tensors to later blocks through one mapping: keys and values of Gemma 3n and 4."""
+"""Blocks that hand tensors on through one mapping: keys and values of Gemma 3n and Gemma 4."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ def test_what_blocks_write_reaches_the_caller(mapping: Any, activations: str) ->
     theirs.backward()
     ours.backward()
     assert torch.allclose(ours, theirs)
-    assert type(our_mapping) is mapping and list(our_mapping) == list(their_mapping) == ["first"]
+    assert type(our_mapping) is mapping
+    assert list(our_mapping) == list(their_mapping) == ["first"]
     torch.testing.assert_close(our_mapping["first"], their_mapping["first"])
     found = gradients_of(model)
     for name, parameter in plain.named_parameters():
