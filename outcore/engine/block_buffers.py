@@ -47,7 +47,7 @@ class BlockBuffers:
         }
 
     def learn(self, found: Found) -> bool:
-        """After a forward: drop from ``found`` what stays; return whether more changed than known."""
+        """After a forward: drop from ``found`` what stays; whether more changed than known."""
         if found and self._is_new:
             self._is_new = False
             now = dict(self._named())
