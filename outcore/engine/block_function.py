@@ -7,6 +7,7 @@ its inputs and computes the graph again.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from outcore.engine.lost_gradients import hidden_gradients, refusal, warn_of_att
 from outcore.engine.micro_batch import MicroBatches
 from outcore.engine.saved_inputs import SavedInputs
 from outcore.engine.streamed_block import StreamedBlock
+from outcore.errors import UnsupportedModel
 from outcore.optim.gradients import Accumulator
 from outcore.random_state import AutocastState, RandomState, preserved
 
@@ -126,7 +128,11 @@ class BlockFunction(torch.autograd.Function):
             for bounds in call.batches.bounds:
                 call.random_states.append(RandomState(block.device))
                 inputs = call.slices(tensors, bounds)
-                with torch.enable_grad(), block.saving(inputs, call.batches, tensors, keep=keep):
+                with (
+                    torch.enable_grad(),
+                    block.saving(inputs, call.batches, tensors, keep=keep),
+                    _explaining_writes(block),
+                ):
                     outputs = call.run(weights, inputs)
                 call.refuse_lost_gradients(outputs)
                 changes_buffers = block.buffers.learn(ctx.buffers)
@@ -179,6 +185,21 @@ class BlockFunction(torch.autograd.Function):
             block.finish(accumulator)
         ctx.held.give_back()
         return (None, None, *grads.results())
+
+
+@contextlib.contextmanager
+def _explaining_writes(block: StreamedBlock) -> Iterator[None]:
+    """Say what torch's refusal to write to an input of the block's inner graph means."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" not in str(error):
+            raise
+        raise UnsupportedModel(
+            f"{block.described} changes one of its inputs or weights in place, but needs them "
+            "unchanged for its backward: in its forward, write x = x + y instead of x += y, or "
+            "start with x = x.clone()"
+        ) from error
 
 
 class _OutputCollector:

@@ -47,6 +47,12 @@ class _Remembers(_Returns):
         return x + self.last
 
 
+class _Overwrites(_Returns):
+    def forward(self, x: Tensor, box: _Box | None = None) -> Any:
+        x += self.inner(x).tanh()
+        return x
+
+
 class _Net(nn.Module):
     def __init__(self, block: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -67,10 +73,11 @@ class _Net(nn.Module):
     ("block", "message"),
     [
         (_Returns, r"layers\.0 \(_Returns\) returns a _Box that holds tensors with gradients"),
+        (_Overwrites, r"layers\.0 \(_Overwrites\) changes one of its inputs .* in place.*clone"),
         (_Writes, r"layers\.0 \(_Writes\) takes as argument box a _Box"),
     ],
 )
-def test_tensors_in_unknown_objects_are_refused(block: Any, message: str) -> None:
+def test_what_has_no_gradient_is_refused(block: Any, message: str) -> None:
     plain, model = _Net(block), offloaded(_Net(block))
     outcore.AdamW(model)
     with pytest.raises(UnsupportedModel, match=message):
