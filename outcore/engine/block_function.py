@@ -7,6 +7,7 @@ its inputs and computes the graph again.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,9 +16,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from outcore.engine import recorded_outputs
+from outcore.engine.block_buffers import copies
+from outcore.engine.call_arguments import CallArguments
+from outcore.engine.first_order import first_order_only
+from outcore.engine.lost_gradients import hidden_gradients, refusal, warn_of_attributes
 from outcore.engine.micro_batch import MicroBatches
 from outcore.engine.saved_inputs import SavedInputs
 from outcore.engine.streamed_block import StreamedBlock
+from outcore.errors import UnsupportedModel
 from outcore.optim.gradients import Accumulator
 from outcore.random_state import AutocastState, RandomState, preserved
 
@@ -27,7 +33,8 @@ class BlockCall:
 
     def __init__(self, block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.block = block
-        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.arguments = CallArguments(args, kwargs)
+        self.leaves = self.arguments.leaves
         self.positions = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         self.batches = MicroBatches(self.leaves, block.micro_batch)
         self.needs_grad = [self.leaves[i].requires_grad for i in self.positions]
@@ -36,7 +43,7 @@ class BlockCall:
         self.random_states: list[RandomState] = []
         self.output_spec: pytree.TreeSpec | None = None
         self.outputs: list[Any] = []  # per output leaf: a tensor position, or a plain value
-        if block.cannot_split:
+        if block.cannot_split or block.buffers.need_whole_batch:
             self.batches.whole()
 
     def take_tensors(self) -> list[Tensor]:
@@ -51,18 +58,29 @@ class BlockCall:
         leaves = list(self.leaves)
         for position, tensor in zip(self.positions, tensors, strict=True):
             leaves[position] = tensor
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        given = self.arguments.build(leaves)
         output: Any
+        recording: recorded_outputs.Recording = {}
         with self.autocast.context():
             if self.record_keys:
-                output = recorded_outputs.call_recording(
-                    self.block.run_eagerly, weights, args, kwargs, keys=self.record_keys
+                output, recording = recorded_outputs.call_recording(
+                    self.block.run_eagerly, weights, given.args, given.kwargs, keys=self.record_keys
                 )
             else:
-                output = (self.block.run(weights, args, kwargs), {})
-        flat, spec = pytree.tree_flatten(output)
-        self.output_spec = spec
+                output = self.block.run(weights, given.args, given.kwargs)
+        flat, self.output_spec = pytree.tree_flatten((output, recording, given.changes()))
         return flat
+
+    def refuse_lost_gradients(self, outputs: Sequence[Any]) -> None:
+        """After a run with gradients: refuse tensors that went where no gradient comes from."""
+        if (leaf := hidden_gradients(self.leaves)) is not None:
+            argument = self.arguments.name_of(leaf)
+            raise refusal(self.block.described, f"takes as argument {argument}", leaf)
+        if (leaf := hidden_gradients(outputs)) is not None:
+            raise refusal(self.block.described, "returns", leaf)
+        if not self.block.has_run_with_gradients:
+            self.block.has_run_with_gradients = True
+            warn_of_attributes(self.block.body.block, self.block.described)
 
     def slices(self, tensors: Sequence[Tensor], bounds: tuple[int, int]) -> list[Tensor]:
         """Return one micro-batch's inputs as leaves of a graph of their own."""
@@ -72,12 +90,13 @@ class BlockCall:
         ]
 
     def rebuild(self, results: Sequence[Tensor]) -> Any:
-        """Put the function's tensors back into the block's output; hand over its recordings."""
+        """Put the function's tensors back into the block's output; hand over what else it wrote."""
         assert self.output_spec is not None
         flat = [results[x.index] if isinstance(x, _Position) else x for x in self.outputs]
-        output, recording = pytree.tree_unflatten(flat, self.output_spec)
+        output, recording, changes = pytree.tree_unflatten(flat, self.output_spec)
         if recording:
             recorded_outputs.hand_over(recording)
+        self.arguments.hand_over(changes)
         return output
 
 
@@ -103,15 +122,24 @@ class BlockFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.inputs = SavedInputs(block.host_inputs(keep=keep), tensors)
         ctx.save_for_backward(*ctx.inputs.on_device(tensors))
+        ctx.buffers = block.buffers.found()
         collector = _OutputCollector(call)
         with block.weights("forward") as weights:
             for bounds in call.batches.bounds:
                 call.random_states.append(RandomState(block.device))
                 inputs = call.slices(tensors, bounds)
-                with torch.enable_grad(), block.saving(inputs, call.batches, tensors, keep=keep):
+                with (
+                    torch.enable_grad(),
+                    block.saving(inputs, call.batches, tensors, keep=keep),
+                    _explaining_writes(block),
+                ):
                     outputs = call.run(weights, inputs)
-                if not collector.add(outputs, bounds):
-                    break  # an output that cannot be put together: once more, unsplit
+                call.refuse_lost_gradients(outputs)
+                changes_buffers = block.buffers.learn(ctx.buffers)
+                if not collector.add(outputs, bounds) or (
+                    changes_buffers and call.batches.is_split
+                ):
+                    break  # cannot be put together, or is to happen once: once more, unsplit
                 if ctx.kept is not None:
                     ctx.kept.append((inputs, _roots(outputs), weights))
                 del inputs, outputs
@@ -122,11 +150,13 @@ class BlockFunction(torch.autograd.Function):
                 return results
         call.random_states[0].restore()
         call.random_states.clear()
+        block.buffers.restore(ctx.buffers)
         call.batches.whole()
         block.cannot_split = True
         return BlockFunction.forward(ctx, call, anchor, *tensors)
 
     @staticmethod
+    @first_order_only
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: BlockCall = ctx.call
         block = call.block
@@ -146,7 +176,7 @@ class BlockFunction(torch.autograd.Function):
                     call.random_states[i].restore()
                     inputs, own_weights = call.slices(tensors, bounds), weights
                     with torch.enable_grad():
-                        roots = _roots(call.run(weights, inputs))
+                        roots = _roots(call.run({**weights, **copies(ctx.buffers)}, inputs))
                 _differentiate(
                     call, bounds, inputs, roots, own_weights, output_grads, grads, accumulator
                 )
@@ -155,6 +185,21 @@ class BlockFunction(torch.autograd.Function):
             block.finish(accumulator)
         ctx.held.give_back()
         return (None, None, *grads.results())
+
+
+@contextlib.contextmanager
+def _explaining_writes(block: StreamedBlock) -> Iterator[None]:
+    """Say what torch's refusal to write to an input of the block's inner graph means."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "leaf Variable that requires grad" not in str(error):
+            raise
+        raise UnsupportedModel(
+            f"{block.described} changes one of its inputs or weights in place, but needs them "
+            "unchanged for its backward: in its forward, write x = x + y instead of x += y, or "
+            "start with x = x.clone()"
+        ) from error
 
 
 class _OutputCollector:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outcore.engine.compilation import compiled
+from outcore.engine.first_order import first_order_only
 from outcore.planning.loss_chunks import chunk_rows
 from outcore.stream.recording import compute_stream, recorded
 
@@ -140,6 +141,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return total
 
     @staticmethod
+    @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return (
             None,
@@ -176,6 +178,7 @@ class _TokenLosses(torch.autograd.Function):
         return losses
 
     @staticmethod
+    @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
         job, (_, *needs) = ctx.job, ctx.needs_input_grad

@@ -23,6 +23,7 @@ from outcore.engine.chunked_loss import (
     chunked_loss_sum,
     chunked_token_losses,
 )
+from outcore.engine.first_order import first_order_only
 from outcore.engine.token_ranges import check_labels
 
 
@@ -125,6 +126,7 @@ class _Deferral(torch.autograd.Function):
         )
 
     @staticmethod
+    @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[2:]
         leaves = [

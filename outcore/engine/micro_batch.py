@@ -80,11 +80,19 @@ def _can_split(leaves: Sequence[Any], hidden: Tensor) -> bool:
             # (3, batch, length, dim), Qwen2-VL's rotary tables, or a bias of (batch, heads, ...).
             if leaf.dim() >= 4 and leaf.shape[:2] == (batch, batch):
                 return False
-            # (batch, length, ...) and (batch, other length, hidden) carry the batch; another table
-            # of three axes may be (heads, 1, length), as MPT's.
-            is_batch_like = leaf.dim() != 3 or leaf.shape[1] == length or leaf.shape[2] == size
-            if leaf.shape[:1] == (batch,) and not is_batch_like:
+            if leaf.shape[:1] == (batch,) and not _carries_batch(leaf, length, size):
                 return False
         elif not isinstance(leaf, _PLAIN):
             return False  # a cache, for example: its contents follow the batch
+    return True
+
+
+def _carries_batch(leaf: Tensor, length: int, size: int) -> bool:
+    """Whether a first axis of the batch's size can be nothing but the batch."""
+    if leaf.dim() == 2 and leaf.is_floating_point():
+        # (batch, length), or a table of as many rows, as DeBERTa's of (2 x span, hidden).
+        return leaf.shape[1] == length != size
+    if leaf.dim() == 3:
+        # (batch, length, ...), (batch, other length, hidden), or MPT's (heads, 1, longest).
+        return leaf.shape[1] == length or (leaf.shape[2] == size and leaf.shape[1] != 1)
     return True

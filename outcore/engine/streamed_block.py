@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from outcore.engine import activations
 from outcore.engine.activations import ActivationPolicy, SavedBytes
 from outcore.engine.block_body import BlockBody, compiled_body, run_body
+from outcore.engine.block_buffers import BlockBuffers
 from outcore.engine.host_inputs import HostInputs
 from outcore.engine.micro_batch import MicroBatches
 from outcore.errors import OutcoreError
@@ -50,15 +51,22 @@ class StreamedBlock:
         self.device = services.device
         self.micro_batch = services.micro_batch
         self.cannot_split = False
+        self.has_run_with_gradients = False
         self.trainable_names = [f"block.{f.name}" for f in unit.layout.trainable]
         self._services = services
         self._position = position
         self._body = BlockBody(module)
+        self.buffers = BlockBuffers(module)
         self._flat: Tensor | None = None  # the weights on the device, while they are acquired
 
     @property
     def body(self) -> BlockBody:
         return self._body
+
+    @property
+    def described(self) -> str:
+        """The block's name and class, for messages."""
+        return f"{self.unit.name} ({type(self._body.block).__name__})"
 
     @contextlib.contextmanager
     def weights(self, phase: str) -> Iterator[dict[str, Tensor]]:
