@@ -38,6 +38,7 @@ class BlockServices:
     device_ledger: Ledger
     micro_batch: int | None
     is_compiled: bool
+    lock: contextlib.AbstractContextManager[Any]
 
 
 class StreamedBlock:
@@ -48,6 +49,7 @@ class StreamedBlock:
     ) -> None:
         self.unit = unit
         self.device = services.device
+        self.lock = services.lock
         self.micro_batch = services.micro_batch
         self.cannot_split = False
         self.trainable_names = [f"block.{f.name}" for f in unit.layout.trainable]
