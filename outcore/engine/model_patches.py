@@ -216,15 +216,13 @@ def _patch_methods(model: nn.Module, engine: Engine) -> None:
         "_outcore_engine": engine,
         "zero_grad": functools.partial(_zero_grad, engine, model.zero_grad),
         "to": functools.partial(_to, model, engine),
-        "_apply": _refuse_apply,
     }
     if hasattr(model, "resize_token_embeddings"):
         replacements["resize_token_embeddings"] = _refuse_resize
     for name, value in replacements.items():
         _replace(engine, model, name, value)
     for module in model.modules():
-        if module is not model:
-            _replace(engine, module, "_apply", _refuse_apply)
+        _replace(engine, module, "_apply", functools.partial(_apply_nothing, module))
         if hasattr(type(module), "gradient_checkpointing_enable"):
             _replace(engine, module, "gradient_checkpointing_enable", _keep_own_recomputing)
 
@@ -303,11 +301,33 @@ def _to(model: nn.Module, engine: Engine, *args: Any, **kwargs: Any) -> nn.Modul
     )
 
 
-def _refuse_apply(*_: Any, **__: Any) -> nn.Module:
-    raise OutcoreError(
-        "an offloaded model cannot be moved or cast: call outcore.release(model) first, or "
-        "offload it anew for another device or type"
-    )
+def _apply_nothing(module: nn.Module, function: Callable[[Tensor], Tensor], *_: Any) -> nn.Module:
+    """Let ``to``, ``float`` and the like pass where they change nothing; refuse them elsewhere.
+
+    Some routers call ``to`` on a layer of theirs in every forward.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not _leaves_as_is(function, tensor):
+            raise OutcoreError(
+                "an offloaded model cannot be moved or cast: call outcore.release(model) first, or "
+                "offload it anew for another device or type. Where the model itself casts, for a "
+                "router say, its config names the type (router_dtype)"
+            )
+    return module
+
+
+def _leaves_as_is(function: Callable[[Tensor], Tensor], tensor: Tensor) -> bool:
+    if torch.compiler.is_compiling():  # there every result is another tensor
+        result = function(tensor)
+        return result.dtype == tensor.dtype and result.device == tensor.device
+    empty = torch.empty(0)
+    function(empty)
+    if empty.is_shared():
+        return False  # share_memory(): the tensor stays, its memory does not
+    try:
+        return function(tensor) is tensor
+    except NotImplementedError:  # a packed weight has no values that could move
+        return False
 
 
 def _keep_own_recomputing(*_: Any, **__: Any) -> None:

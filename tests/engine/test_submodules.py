@@ -157,3 +157,23 @@ def test_training_by_forward_follows_writes_to_resident_weights() -> None:
             steps.step()
     ours = model.state_dict()["model.embed_tokens.weight"]
     torch.testing.assert_close(ours, plain.model.embed_tokens.weight.detach())
+
+
+# Moves and casts
+
+
+@pytest.mark.parametrize("part", ["", "model", "model.layers.0.mlp"])
+def test_a_cast_to_what_is_there_changes_nothing(part: str) -> None:
+    model = offloaded(LLAMA.make())
+    module = model.get_submodule(part)
+    for same in (module.float(), module.cpu(), module.to(torch.float32), module.to("cpu")):
+        assert same is module
+
+
+@pytest.mark.parametrize("part", ["", "model", "model.layers.0.mlp"])
+@pytest.mark.parametrize("method", ["half", "double", "share_memory"])
+def test_another_cast_is_refused(part: str, method: str) -> None:
+    module = offloaded(LLAMA.make()).get_submodule(part)
+    with pytest.raises(outcore.OutcoreError, match="cannot be moved or cast"):
+        getattr(module, method)()
+    assert not any(parameter.is_shared() for parameter in module.parameters())
