@@ -2,7 +2,8 @@
 
 Blocks are found by structure, not by model name: the outermost ``nn.ModuleList`` s whose members
 are composite modules of one class, or of a few classes that repeat (attention layers among Mamba
-layers, cross-attention layers among others). What no block holds (embeddings, final norm, head) is an edge.
+layers, cross-attention layers among others). What no block holds (embeddings, final norm, head) is
+an edge.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def find_parts(model: nn.Module) -> list[Part]:
         raise UnsupportedModel(
             f"{type(model).__name__} has no repeated blocks: looked for an nn.ModuleList with at "
             "least two members that have submodules and parameters of their own, of one class or "
-            "of classes that repeat (decoder or encoder layers). A model without them has nothing to stream."
+            "of classes that repeat (decoder or encoder layers). A model without them has nothing "
+            "to stream."
         )
     owner: dict[int, str] = {}
     of_blocks = {id(p) for block in block_names.values() for p in block.parameters()}

@@ -83,9 +83,24 @@ def _block_forward(engine: Engine, block: StreamedBlock, *args: Any, **kwargs: A
         engine.notice_writes([block.unit])  # a forward need not begin with the whole model's call
         call = BlockCall(block, args, kwargs)
         tensors = call.take_tensors()
-        if torch.is_grad_enabled() and (block.trainable_names or any(call.needs_grad)):
-            return call.rebuild(LockedBlockFunction.apply(call, engine.anchor, *tensors))  # type: ignore[no-untyped-call, unused-ignore]
-        return call.rebuild(run_without_graph(call, tensors))
+        try:
+            if torch.is_grad_enabled() and (block.trainable_names or any(call.needs_grad)):
+                return call.rebuild(LockedBlockFunction.apply(call, engine.anchor, *tensors))  # type: ignore[no-untyped-call, unused-ignore]
+            return call.rebuild(run_without_graph(call, tensors))
+        except (AttributeError, KeyError) as error:
+            _refuse_changed_modules(block.unit, error)
+            raise
+
+
+def _refuse_changed_modules(unit: Unit, error: Exception) -> None:
+    """Explain an error that comes of layers that were replaced since ``offload``."""
+    now = {name for name, _ in unit.part.module.named_parameters()}
+    if now != set(unit.parameters):
+        raise OutcoreError(
+            f"the layers of {unit.name} were replaced after outcore.offload, by adapters perhaps: "
+            "add adapters first and offload the model with them, or call outcore.release(model) "
+            "before"
+        ) from error
 
 
 def _head_forward(

@@ -73,11 +73,9 @@ class _Loads:
 
 def saving_methods(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     """Return (module, name, method) of what is to replace the methods that save to a directory."""
-    return [
-        (module, "save_pretrained", functools.partial(_save_pretrained, module.save_pretrained))
-        for module in model.modules()
-        if hasattr(type(module), "save_pretrained")
-    ]
+    name = "save_pretrained"
+    savers = [module for module in model.modules() if hasattr(type(module), name)]
+    return [(m, name, functools.partial(_save_pretrained, getattr(m, name))) for m in savers]
 
 
 def _save_pretrained(original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
