@@ -1,7 +1,9 @@
 """What a model is made of: its repeated blocks, and the edges around them.
 
 Blocks are found by structure, not by model name: the outermost ``nn.ModuleList`` s whose members
-are composite modules of one class. What no block holds (embeddings, final norm, head) is an edge.
+are composite modules of one class, or of a few classes that repeat (attention layers among Mamba
+layers, cross-attention layers among others). What no block holds (embeddings, final norm, head) is
+an edge.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ def find_parts(model: nn.Module) -> list[Part]:
     if not block_names:
         raise UnsupportedModel(
             f"{type(model).__name__} has no repeated blocks: looked for an nn.ModuleList with at "
-            "least two members of one class that have submodules and parameters of their own "
-            "(decoder or encoder layers). A model without them has nothing to stream."
+            "least two members that have submodules and parameters of their own, of one class or "
+            "of classes that repeat (decoder or encoder layers). A model without them has nothing "
+            "to stream."
         )
     owner: dict[int, str] = {}
     of_blocks = {id(p) for block in block_names.values() for p in block.parameters()}
@@ -89,11 +92,16 @@ def _repeated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _is_repeated_list(module: nn.Module) -> bool:
     if not isinstance(module, nn.ModuleList) or len(module) < 2:
         return False
-    return all(
-        type(member) is type(module[0])
-        and next(member.children(), None) is not None
-        and next(member.parameters(), None) is not None
+    if any(
+        next(member.children(), None) is None or next(member.parameters(), None) is None
         for member in module
+    ):
+        return False
+    classes = {type(member) for member in module}
+    # Stages of several classes are not layers: what repeats is inside them.
+    return len(classes) == 1 or (
+        len(classes) < len(module)
+        and not any(_is_repeated_list(m) for member in module for m in member.modules())
     )
 
 

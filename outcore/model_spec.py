@@ -337,5 +337,6 @@ def _active_expert_share(text: Any) -> float:
     for field in _EXPERT_COUNTS:
         num_experts = getattr(text, field, None)
         if num_experts:
-            return float(text.num_experts_per_tok / num_experts)
+            # Switch Transformers have no such field: a token visits one expert.
+            return float(getattr(text, "num_experts_per_tok", 1) / num_experts)
     return 1.0

@@ -68,7 +68,7 @@ def _expert_elements(module: nn.Module, text: Any, share: float) -> list[float]:
     own = dict(module.named_parameters(recurse=False))
     if share == 1 or not any(p.dim() == 3 for p in own.values()):
         return []
-    num_visited = float(text.num_experts_per_tok)
+    num_visited = float(getattr(text, "num_experts_per_tok", 1))
     hidden = int(text.hidden_size)
     size = next(int(getattr(text, n)) for n in _EXPERT_SIZES if getattr(text, n, None))
     return [num_visited * n for n in (hidden, 2 * size, size, hidden)]

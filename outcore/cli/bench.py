@@ -73,6 +73,10 @@ def train_command(
         int | None,
         typer.Option(min=1, help="Sequences at a time; each system's own best if unset."),
     ] = None,
+    num_slots: Annotated[
+        int | None,
+        typer.Option(min=1, help="Device buffers that Outcore's weights pass through; 3 if unset."),
+    ] = None,
     clip: Annotated[float, typer.Option(help="Clip the global gradient norm to this.")] = 1.0,
     no_clip: Annotated[
         bool, typer.Option("--no-clip", help="No clipping: updates start during the backward.")
@@ -127,6 +131,7 @@ def train_command(
                 "weights": weights.value,
                 "state": state.value,
                 "activations": activations.value,
+                **({} if num_slots is None else {"num_slots": num_slots}),
             },
         )
         step_flops = _step_flops(shape, job)

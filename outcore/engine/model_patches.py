@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from outcore.blocks import end_module
 from outcore.engine.adapter_merging import merging_methods
-from outcore.engine.block_function import BlockCall, BlockFunction, run_without_graph
+from outcore.engine.block_function import BlockCall, run_without_graph
 from outcore.engine.deferred_logits import deferred_logits
 from outcore.engine.offloaded import Engine
+from outcore.engine.one_block_at_a_time import LockedBlockFunction
 from outcore.engine.packed_parameters import hook_packed_parameters
+from outcore.engine.saving_and_loading import hook_saving_and_loading, saving_methods
 from outcore.engine.streamed_block import BlockServices, StreamedBlock
 from outcore.engine.token_ranges import TokenRanges
 from outcore.errors import OutcoreError
@@ -41,6 +43,7 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
         device_ledger=engine.device_ledger,
         micro_batch=engine.options.micro_batch,
         is_compiled=engine.options.is_compiled,
+        lock=engine.block_lock,
     )
     num_blocks = 0
     for unit in engine.units:
@@ -70,23 +73,40 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
         _replace(engine, head, "forward", forward)
     _check_tokens(model, engine, head)
     _patch_methods(model, engine)
-    for layer, name, method in merging_methods(model, engine):
-        _replace(engine, layer, name, method)
+    for module, name, method in [*merging_methods(model, engine), *saving_methods(model)]:
+        _replace(engine, module, name, method)
     engine.undo_patches += hook_packed_parameters(engine.units, engine.device)
 
 
 def _block_forward(engine: Engine, block: StreamedBlock, *args: Any, **kwargs: Any) -> Any:
-    call = BlockCall(block, args, kwargs)
-    tensors = call.take_tensors()
-    if torch.is_grad_enabled() and (block.trainable_names or any(call.needs_grad)):
-        return call.rebuild(BlockFunction.apply(call, engine.anchor, *tensors))  # type: ignore[no-untyped-call, unused-ignore]
-    return call.rebuild(run_without_graph(call, tensors))
+    with engine.block_lock:
+        engine.notice_writes([block.unit])  # a forward need not begin with the whole model's call
+        call = BlockCall(block, args, kwargs)
+        tensors = call.take_tensors()
+        try:
+            if torch.is_grad_enabled() and (block.trainable_names or any(call.needs_grad)):
+                return call.rebuild(LockedBlockFunction.apply(call, engine.anchor, *tensors))  # type: ignore[no-untyped-call, unused-ignore]
+            return call.rebuild(run_without_graph(call, tensors))
+        except (AttributeError, KeyError) as error:
+            _refuse_changed_modules(block.unit, error)
+            raise
+
+
+def _refuse_changed_modules(unit: Unit, error: Exception) -> None:
+    """Explain an error that comes of layers that were replaced since ``offload``."""
+    now = {name for name, _ in unit.part.module.named_parameters()}
+    if now != set(unit.parameters):
+        raise OutcoreError(
+            f"the layers of {unit.name} were replaced after outcore.offload, by adapters perhaps: "
+            "add adapters first and offload the model with them, or call outcore.release(model) "
+            "before"
+        ) from error
 
 
 def _head_forward(
     engine: Engine, head: nn.Linear, original: Callable[..., Tensor], hidden: Tensor
 ) -> Tensor:
-    if not engine.defers_logits or hidden.dim() < 2 or torch.compiler.is_compiling():
+    if not engine.forward.defers_logits or hidden.dim() < 2 or torch.compiler.is_compiling():
         return original(hidden)
     unit = engine.unit_of(head.weight)
     version = unit.version
@@ -108,7 +128,8 @@ def _take_edge_gradient(
         return
     if parameter.grad is not None:
         gradient, parameter.grad = parameter.grad, None
-        engine.backend.gradients.edge(unit, field, gradient)
+        with engine.block_lock:
+            engine.backend.gradients.edge(unit, field, gradient)
 
 
 def _replace(engine: Engine, module: nn.Module, name: str, value: Any) -> None:
@@ -136,13 +157,15 @@ def _make_edges_wait(model: nn.Module, engine: Engine) -> None:
             if id(p) in unit_of
         }
         if own:
-            waits = functools.partial(_wait_for, engine.called_edges, list(own.values()))
+            waits = functools.partial(_wait_for, engine, list(own.values()))
             engine.undo_patches.append(module.register_forward_pre_hook(waits).remove)
 
 
-def _wait_for(called: set[int], units: Sequence[Unit], module: nn.Module, args: Any) -> None:
+def _wait_for(engine: Engine, units: Sequence[Unit], module: nn.Module, args: Any) -> None:
+    with engine.block_lock:
+        engine.notice_writes(units)
     for unit in units:
-        called.add(unit.index)
+        engine.called_edges.add(unit.index)
         unit.before_compute()
 
 
@@ -153,7 +176,7 @@ def _make_head_wait_after_body(model: nn.Module, engine: Engine, head: nn.Linear
     the queue: waited for at the beginning of a forward, it would hide nothing of the others.
     """
     units = {engine.unit_of(p).index: engine.unit_of(p) for p in head.parameters()}
-    waits = functools.partial(_wait_for, engine.called_edges, list(units.values()))
+    waits = functools.partial(_wait_for, engine, list(units.values()))
     for module in model.modules():
         body = module.base_model if hasattr(type(module), "base_model_prefix") else module
         if isinstance(body, nn.Module) and body is not module and not _holds(body, head):
@@ -191,7 +214,7 @@ def _check_tokens(model: nn.Module, engine: Engine, head: nn.Linear | None) -> N
 
 
 def _check_ids(engine: Engine, module: nn.Module, args: tuple[Any, ...]) -> None:
-    if engine.suspects_ids and args:
+    if engine.forward.suspects_ids and args:
         engine.token_ranges.check_ids(args[0])
 
 
@@ -200,28 +223,21 @@ def _patch_methods(model: nn.Module, engine: Engine) -> None:
     before = functools.partial(_before_forward, engine)
     hooks = [
         model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_state_dict_pre_hook(lambda *_: engine.synchronize()),
-        model.register_load_state_dict_pre_hook(functools.partial(_before_load, engine)),
-        model.register_load_state_dict_post_hook(lambda *_: engine.weights_replaced(by_torch=True)),
+        *(m.register_forward_pre_hook(_without_cache, with_kwargs=True) for m in caching),
     ]
-    hooks += [m.register_forward_pre_hook(_without_cache, with_kwargs=True) for m in caching]
     engine.undo_patches += [hook.remove for hook in hooks]
+    engine.undo_patches += hook_saving_and_loading(model, engine)
     replacements: dict[str, Any] = {
         "_outcore_engine": engine,
         "zero_grad": functools.partial(_zero_grad, engine, model.zero_grad),
         "to": functools.partial(_to, model, engine),
-        "_apply": _refuse_apply,
     }
-    save: Any = getattr(model, "save_pretrained", None)
-    if save is not None:
-        replacements["save_pretrained"] = functools.partial(_save_pretrained, save)
     if hasattr(model, "resize_token_embeddings"):
         replacements["resize_token_embeddings"] = _refuse_resize
     for name, value in replacements.items():
         _replace(engine, model, name, value)
     for module in model.modules():
-        if module is not model:
-            _replace(engine, module, "_apply", _refuse_apply)
+        _replace(engine, module, "_apply", functools.partial(_apply_nothing, module))
         if hasattr(type(module), "gradient_checkpointing_enable"):
             _replace(engine, module, "gradient_checkpointing_enable", _keep_own_recomputing)
 
@@ -238,20 +254,21 @@ def unpatch_model(engine: Engine) -> None:
 def _before_forward(
     engine: Engine, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    engine.policy.plan()
-    engine.host_inputs.forget()
-    engine.notice_writes()
+    with engine.block_lock:
+        engine.policy.plan()
+        engine.host_inputs.forget()
+        engine.notice_writes()
     _wait_for_uncalled(engine)
     labels = kwargs.get("labels")
     wanted = torch.is_grad_enabled() or labels is not None
-    engine.defers_logits = wanted or engine.always_defers_logits
+    engine.forward.defers_logits = wanted or engine.always_defers_logits
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.device != engine.device:
             raise ValueError(
                 f"an input is on {value.device}, the model computes on {engine.device}: move the "
                 f'batch with .to("{engine.device}")'
             )
-    engine.suspects_ids = engine.token_ranges.check(
+    engine.forward.suspects_ids = engine.token_ranges.check(
         _tokens(*args[:1], kwargs.get("input_ids"), kwargs.get("decoder_input_ids")),
         next(iter(_tokens(labels)), None),
         kwargs.get("ignore_index", -100),
@@ -262,17 +279,6 @@ def _tokens(*values: Any) -> list[Tensor]:
     """Return those of the values that can be token ids: of types that an embedding takes."""
     types = (torch.int64, torch.int32)
     return [value for value in values if isinstance(value, Tensor) and value.dtype in types]
-
-
-def _before_load(
-    engine: Engine, module: nn.Module, state: Any, prefix: str, metadata: Any, *_: Any
-) -> None:
-    if metadata.get("assign_to_params_buffers"):
-        raise OutcoreError(
-            "load_state_dict(assign=True) would replace the parameters of an offloaded model by "
-            "others that have no home: leave assign out"
-        )
-    engine.synchronize()
 
 
 def _takes_use_cache(module: nn.Module) -> bool:
@@ -310,11 +316,33 @@ def _to(model: nn.Module, engine: Engine, *args: Any, **kwargs: Any) -> nn.Modul
     )
 
 
-def _refuse_apply(*_: Any, **__: Any) -> nn.Module:
-    raise OutcoreError(
-        "an offloaded model cannot be moved or cast: call outcore.release(model) first, or "
-        "offload it anew for another device or type"
-    )
+def _apply_nothing(module: nn.Module, function: Callable[[Tensor], Tensor], *_: Any) -> nn.Module:
+    """Let ``to``, ``float`` and the like pass where they change nothing; refuse them elsewhere.
+
+    Some routers call ``to`` on a layer of theirs in every forward.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not _leaves_as_is(function, tensor):
+            raise OutcoreError(
+                "an offloaded model cannot be moved or cast: call outcore.release(model) first, or "
+                "offload it anew for another device or type. Where the model itself casts, for a "
+                "router say, its config names the type (router_dtype)"
+            )
+    return module
+
+
+def _leaves_as_is(function: Callable[[Tensor], Tensor], tensor: Tensor) -> bool:
+    if torch.compiler.is_compiling():  # there every result is another tensor
+        result = function(tensor)
+        return result.dtype == tensor.dtype and result.device == tensor.device
+    empty = torch.empty(0)
+    function(empty)
+    if empty.is_shared():
+        return False  # share_memory(): the tensor stays, its memory does not
+    try:
+        return function(tensor) is tensor
+    except NotImplementedError:  # a packed weight has no values that could move
+        return False
 
 
 def _keep_own_recomputing(*_: Any, **__: Any) -> None:
@@ -326,9 +354,3 @@ def _refuse_resize(*_: Any, **__: Any) -> nn.Module:
         "the embedding of an offloaded model cannot be resized: resize before outcore.offload, or "
         "call outcore.release(model) first"
     )
-
-
-def _save_pretrained(original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save as the model's class does, in shards small enough to need little extra memory."""
-    kwargs.setdefault("max_shard_size", "2GB")
-    return original(path, *args, **kwargs)

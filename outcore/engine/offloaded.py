@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,6 +31,13 @@ from outcore.stream.unit import Unit
 _SLACK = 0.03
 
 
+class ForwardInThread(threading.local):
+    """What is known of the forward that runs in the calling thread."""
+
+    defers_logits = False
+    suspects_ids = False  # some may be out of range
+
+
 class Engine:
     """Owns everything that ``offload`` made for one model."""
 
@@ -54,13 +62,14 @@ class Engine:
         self.expansion = expansion
         self.disk = disk
         self.plan = plan
-        self._written = self._versions()  # of the parameters, as last seen
+        self._written = {unit.index: _versions(unit) for unit in units}  # as last seen
         self._packed_written = packed_versions(units)
+        self._synchronized_updates = -1  # that were queued when last waited for
         self.called_edges: set[int] = set()  # units that a module's call has waited for
-        self.defers_logits = False
+        self.block_lock = threading.RLock()  # see one_block_at_a_time.py
+        self.forward = ForwardInThread()
         self.always_defers_logits = False  # also without gradients and labels
         self.token_ranges = TokenRanges(embedding=None, head=None)
-        self.suspects_ids = False  # of the forward that runs: some may be out of range
         self.undo_patches: list[Callable[[], None]] = []
         num_blocks = sum(unit.part.is_block for unit in units)
         self.policy = ActivationPolicy(
@@ -140,19 +149,28 @@ class Engine:
 
     def synchronize(self) -> None:
         """Wait until every queued update is done, so that parameters can be read."""
+        num_updates = self._num_updates()
         self.backend.synchronize()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+        self._synchronized_updates = num_updates
 
-    def notice_writes(self) -> None:
+    def synchronize_if_updated(self) -> None:
+        """As ``synchronize``, for callers by the thousand: only if there were updates since."""
+        if self._synchronized_updates != self._num_updates():
+            self.synchronize()
+
+    def _num_updates(self) -> int:
+        return sum(unit.version for unit in self.units)
+
+    def notice_writes(self, units: Sequence[Unit] | None = None) -> None:
         """Before a forward: see which parameters were written in place, and follow them."""
-        versions = self._versions()
-        changed = [u for u in self.units if self._written.get(u.index) != versions[u.index]]
+        units = self.units if units is None else units
+        changed = [unit for unit in units if self._written[unit.index] != _versions(unit)]
         if changed:
             check_not_written(changed, self._packed_written)
             self.synchronize()
             self.weights_replaced(changed, by_torch=True)
-        self._written = versions
 
     def weights_replaced(
         self, units: Sequence[Unit] | None = None, *, by_torch: bool = False
@@ -162,24 +180,20 @@ class Engine:
         by_torch: whether torch has counted the writes, so that it is known which are not written.
         """
         units = self.units if units is None else units
-        versions = self._versions()
         for unit in units:
+            versions = _versions(unit)
             unit.update_queued([])
             for field in unit.layout.trainable if unit.remainder is not None else ():
-                seen = self._written.get(unit.index, {}).get(field.name)
-                if by_torch and seen == versions[unit.index][field.name]:
+                if by_torch and self._written[unit.index][field.name] == versions[field.name]:
                     continue  # it keeps its master
                 assert unit.remainder is not None
                 unit.remainder[field.offset : field.end].zero_()  # the master is what was written
             state = self.backend.states.get(unit.index)
             if state is not None and unit.device_weight is not None:
                 state.weight.copy_(unit.device_weight[: state.weight.numel()])
+            self._written[unit.index] = versions  # writes to other units are still to be noticed
         self.backend.state_replaced(units)
-        self._written = versions
-        self._packed_written = packed_versions(self.units)
-
-    def _versions(self) -> dict[int, dict[str, int]]:
-        return {u.index: {n: p._version for n, p in u.parameters.items()} for u in self.units}
+        self._packed_written.update(packed_versions(units))
 
     def close(self) -> None:
         """End every background thread. Parameters stay readable where they are."""
@@ -200,6 +214,11 @@ class Engine:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _versions(unit: Unit) -> dict[str, int]:
+    """Return how often torch has counted a write to each of the unit's parameters."""
+    return {name: parameter._version for name, parameter in unit.parameters.items()}
 
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()

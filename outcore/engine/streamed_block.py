@@ -39,6 +39,7 @@ class BlockServices:
     device_ledger: Ledger
     micro_batch: int | None
     is_compiled: bool
+    lock: contextlib.AbstractContextManager[Any]
 
 
 class StreamedBlock:
@@ -49,6 +50,7 @@ class StreamedBlock:
     ) -> None:
         self.unit = unit
         self.device = services.device
+        self.lock = services.lock
         self.micro_batch = services.micro_batch
         self.cannot_split = False
         self.has_run_with_gradients = False

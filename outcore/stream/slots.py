@@ -162,10 +162,11 @@ class Slots:
             else:
                 target.copy_(home, non_blocking=True)
 
+        # The version first: an update that another thread queues meanwhile makes the copy stale.
+        slot.block, slot.version = block, unit.version
         # The copy waits for the updates of its source and for the last reader of its target. An
         # abandoned copy into the same slot cannot land after it: a lane keeps its order.
         after = [*unit.pending, *([slot.free] if slot.free else [])]
         slot.ready = self._copy_in.submit(copy, after=after, label=f"weights {unit.name}")
-        slot.block, slot.version = block, unit.version
         self.num_fetches += 1
         return slot

@@ -83,8 +83,8 @@ class Unit:
 
     def update_queued(self, fences: list[Fence]) -> None:
         """Say that ``fences`` are about to change the weights; copies made before are stale."""
+        self.pending = fences  # first: another thread's copy takes the version, then the fences
         self.version += 1
-        self.pending = fences
 
     def before_compute(self) -> None:
         """Make what is launched next wait for the updates of the resident weights."""

@@ -257,8 +257,25 @@ def batches(model: nn.Module, job: VerifyJob) -> Iterator[dict[str, Tensor]]:
         mask = torch.ones_like(ids)
         mask[0, -job.seq_len // 4 :] = 0
         labels[mask == 0] = -100
+        if "Classification" in type(model).__name__:
+            labels = _class_labels(model, labels, generator)
         batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
         yield {name: tensor.to(job.device) for name, tensor in batch.items()}
+
+
+def _class_labels(model: nn.Module, tokens: Tensor, generator: torch.Generator) -> Tensor:
+    """Return random labels for a head of classes, of sequences or of the ``tokens`` that count."""
+    config: Any = model.config
+    num_labels = int(config.num_labels)
+    if "ForTokenClassification" in type(model).__name__:
+        labels = torch.randint(num_labels, tokens.shape, generator=generator)
+        return labels.masked_fill(tokens == -100, -100)
+    if num_labels == 1 or config.problem_type == "regression":
+        shape = (len(tokens),) if num_labels == 1 else (len(tokens), num_labels)
+        return torch.rand(shape, generator=generator)
+    if config.problem_type == "multi_label_classification":
+        return torch.randint(2, (len(tokens), num_labels), generator=generator).float()
+    return torch.randint(num_labels, (len(tokens),), generator=generator)
 
 
 def free_memory() -> None:

@@ -77,6 +77,7 @@ def test_rows_ratios_and_reasons(jobs: list[BenchJob], tiny_model: Path, tmp_pat
 
 def test_options_reach_the_job(jobs: list[BenchJob], tiny_model: Path) -> None:
     options = ["--device-memory", "1GiB", "--weights", "device", "--activations", "keep"]
+    options += ["--num-slots", "1"]
     result = run_bench("--shape", str(tiny_model), *QUICK, *options, "--no-clip", "--tie")
     assert result.exit_code == 0, result.output
     assert jobs[0].max_grad_norm is None
@@ -86,6 +87,7 @@ def test_options_reach_the_job(jobs: list[BenchJob], tiny_model: Path) -> None:
         "weights": "device",
         "state": "host",
         "activations": "keep",
+        "num_slots": 1,
     }
 
 

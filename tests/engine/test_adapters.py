@@ -257,3 +257,14 @@ def test_a_packed_base_takes_no_adapters_in() -> None:
     model.merge_adapter()
     with torch.no_grad():
         torch.testing.assert_close(model(input_ids=ids).logits, before)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_adapters_added_after_offload_are_refused_with_the_remedy(trains: bool) -> None:
+    model = lora.offloaded(hf.AutoModelForCausalLM.from_config(lora.config()), None)
+    late = lora.peft.get_peft_model(model, lora.lora())
+    with (
+        torch.set_grad_enabled(trains),
+        pytest.raises(outcore.OutcoreError, match="adapters first"),
+    ):
+        late(**lora.batch())

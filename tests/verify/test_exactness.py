@@ -298,3 +298,27 @@ def test_notices_recomputes_with_other_dropout(monkeypatch: pytest.MonkeyPatch) 
     """The resident run recomputes; a kept one does not, so a wrong random state must show."""
     monkeypatch.setattr("outcore.random_state.RandomState.restore", lambda self: None)
     assert not _is_exact(Placement(name="kept", options={**BOTH, "activations": "keep"}))
+
+
+@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification"])
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"num_labels": 3},
+        {"num_labels": 1},
+        {"num_labels": 3, "problem_type": "multi_label_classification"},
+    ],
+)
+def test_labels_fit_heads_of_classes(head: str, labels: dict[str, Any]) -> None:
+    config = hf.BertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        **labels,
+    )
+    model = getattr(hf, f"BertFor{head}")(config)
+    job = VerifyJob(device="cpu", steps=2, sequences=4, seq_len=8)
+    for batch in batches(model, job):
+        assert model(**batch).loss.isfinite()
