@@ -25,4 +25,5 @@ class LockedBlockFunction(BlockFunction):
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: BlockCall = ctx.call
         with call.block.lock:
-            return BlockFunction.backward(ctx, *output_grads)
+            grads: tuple[Tensor | None, ...] = BlockFunction.backward(ctx, *output_grads)
+            return grads
