@@ -52,7 +52,7 @@ def _outcore(
 
     `outcore train` fine-tunes a model directory on a data file; in Python the same is
     outcore.offload and outcore.AdamW. The other commands plan it for any machine, and check and
-    measure it on this one.
+    measure it on this one. `outcore COMMAND --help` has examples.
     """
 
 

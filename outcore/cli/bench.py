@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # A CPU does some 10^11 operations a second: more than this takes minutes a step.
 MOST_CPU_STEP_FLOPS = 5e12
 OUTCORE = "outcore"
+_PLACES = "Outcore's memory"
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode="markdown", help="Measure Outcore on this machine."
@@ -59,25 +60,51 @@ def train_command(
             "are random.",
         ),
     ] = "qwen2.5-7b",
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 16,
-    seq_len: Annotated[int, typer.Option(min=2, help="Tokens in a sequence.")] = 2048,
+    sequences: Annotated[int, typer.Option(metavar="N", min=1, help="Sequences in a step.")] = 16,
+    seq_len: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens in a sequence.")] = 2048,
     device_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Outcore's budget, such as 24GiB.")
+        str | None,
+        typer.Option(
+            metavar="SIZE", rich_help_panel=_PLACES, help="Budget, such as 24GiB; all if unset."
+        ),
     ] = None,
-    weights: Annotated[Home, typer.Option(help="Home of Outcore's block weights.")] = Home.host,
-    state: Annotated[Home, typer.Option(help="Home of Outcore's optimizer state.")] = Home.host,
+    weights: Annotated[
+        Home,
+        typer.Option(
+            metavar="HOME", rich_help_panel=_PLACES, help="Block weights: on host or device."
+        ),
+    ] = Home.host,
+    state: Annotated[
+        Home,
+        typer.Option(
+            metavar="HOME", rich_help_panel=_PLACES, help="Optimizer state: on host or device."
+        ),
+    ] = Home.host,
     activations: Annotated[
-        Activations, typer.Option(help="Outcore's activations; auto keeps what fits.")
+        Activations,
+        typer.Option(
+            metavar="WHAT",
+            rich_help_panel=_PLACES,
+            help="Activations: keep, recompute, or auto, which keeps what fits.",
+        ),
     ] = Activations.auto,
     micro_batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Sequences at a time; each system's own best if unset."),
+        typer.Option(
+            metavar="N", min=1, help="Sequences at a time; each system's own best if unset."
+        ),
     ] = None,
     num_slots: Annotated[
         int | None,
-        typer.Option(min=1, help="Device buffers that Outcore's weights pass through; 3 if unset."),
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Device buffers that Outcore's weights pass through; 3 if unset.",
+        ),
     ] = None,
-    clip: Annotated[float, typer.Option(help="Clip the global gradient norm to this.")] = 1.0,
+    clip: Annotated[
+        float, typer.Option(metavar="NORM", help="Clip the global gradient norm to this.")
+    ] = 1.0,
     no_clip: Annotated[
         bool, typer.Option("--no-clip", help="No clipping: updates start during the backward.")
     ] = False,
@@ -87,11 +114,12 @@ def train_command(
     peers: Annotated[
         str,
         typer.Option(
-            metavar="NAMES", help="Others, with commas: native, torchao, roundpipe, deepspeed."
+            metavar="NAMES",
+            help="Other systems, with commas: native, torchao, roundpipe, deepspeed.",
         ),
     ] = "",
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 5,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before those.")] = 3,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Timed steps.")] = 5,
+    warmup: Annotated[int, typer.Option(metavar="N", min=1, help="Steps before those.")] = 3,
     json_file: Annotated[
         str | None,
         typer.Option("--json", metavar="FILE", help="Write raw figures as JSON; - for stdout."),
@@ -104,11 +132,13 @@ def train_command(
     update. A system that is not installed, or fails, becomes a row with the reason. The exit
     status is 1 if Outcore itself fails.
 
-    Example, as in the README, then with two other systems on the same job:
+    Examples: as in the README; beside two other systems on the same job; without a GPU:
 
         outcore bench train --shape qwen2.5-7b --device-memory 24GiB --json results.json
 
         outcore bench train --shape qwen2.5-3b --no-clip --peers native,torchao
+
+        outcore bench train --shape smollm2-135m --sequences 2 --seq-len 128
     """
     console = console_for(json_file)
     systems = [OUTCORE, *_peers(peers)]

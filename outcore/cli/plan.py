@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from outcore.planning.compare import Comparison
     from outcore.planning.smaller_budget import SmallerBudget
 
+_JOB, _CLIPPING, _MEMORY = "The job", "Clipping", "The machine"
+_FILES, _COMPARE = "Files", "Offload, or more GPUs?"
+
 
 class StateFormat(str, Enum):
     """How optimizer state is stored."""
@@ -60,31 +63,51 @@ def plan_command(
         str,
         typer.Option(
             metavar="NAME",
+            rich_help_panel=_MEMORY,
             help="A machine of the catalogue, such as rtx-4090, h200-pcie5 or gh200; "
             "here measures this one.",
         ),
     ] = HERE,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = 32768,
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens in a sequence.")] = 2048,
+    tokens: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, rich_help_panel=_JOB, help="Tokens in a step: whole sequences."
+        ),
+    ] = 32768,
+    seq_len: Annotated[
+        int, typer.Option(metavar="N", min=1, rich_help_panel=_JOB, help="Tokens in a sequence.")
+    ] = 2048,
     device_memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Device memory to use, such as 24GiB; all if unset."),
+        typer.Option(
+            metavar="SIZE",
+            rich_help_panel=_MEMORY,
+            help="Device memory to use, such as 24GiB; all if unset.",
+        ),
     ] = None,
     host_memory: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="Host memory to use, such as 100GiB; all if unset."),
+        typer.Option(
+            metavar="SIZE",
+            rich_help_panel=_MEMORY,
+            help="Host memory to use, such as 100GiB; all if unset.",
+        ),
     ] = None,
     disk: Annotated[
         str | None,
         typer.Option(
-            metavar="PATH:SIZE", help="A directory for scratch files and how much they may hold."
+            metavar="PATH:SIZE",
+            rich_help_panel=_MEMORY,
+            help="A directory for scratch files and how much they may hold.",
         ),
     ] = None,
     state: Annotated[
         StateFormat,
         typer.Option(
+            metavar="FORMAT",
+            rich_help_panel=_JOB,
             help="Optimizer state: fp32 (exact, 12 bytes a parameter with the weight), compact "
-            "(about 5) or minimal (about 4). It is never changed for you."
+            "(about 5) or minimal (about 4). It is never changed for you.",
         ),
     ] = StateFormat.fp32,
     lora: Annotated[
@@ -92,70 +115,115 @@ def plan_command(
         typer.Option(
             metavar="RANK",
             min=1,
+            rich_help_panel=_JOB,
             help="Train LoRA adapters of this rank on all linear layers; the base is frozen.",
         ),
     ] = None,
     frozen_weights: Annotated[
         FrozenWeights | None,
         typer.Option(
-            help="With --lora: the base's matrices in 8 or 4 bit, expanded on the device. "
-            "This changes numbers; unset, they stay as they are."
+            metavar="FORMAT",
+            rich_help_panel=_JOB,
+            help="With --lora: the base's matrices as int8 or int4, expanded on the device. "
+            "This changes numbers; unset, they stay as they are.",
         ),
     ] = None,
     objective: Annotated[
-        Objective, typer.Option(help="The fastest plan, or the one that needs the least memory.")
+        Objective,
+        typer.Option(
+            metavar="WHAT",
+            rich_help_panel=_JOB,
+            help="speed: the fastest plan; memory: the one that needs the least.",
+        ),
     ] = Objective.speed,
     no_clipping: Annotated[
         bool,
-        typer.Option("--no-clipping", help="No clipping: updates start during the backward."),
+        typer.Option(
+            "--no-clipping",
+            rich_help_panel=_CLIPPING,
+            help="No clipping: updates start during the backward.",
+        ),
     ] = False,
     clip_in_two_passes: Annotated[
         bool,
         typer.Option(
             "--clip-in-two-passes",
+            rich_help_panel=_CLIPPING,
             help="Clipping without gradients that wait: a first pass finds the norm.",
         ),
     ] = False,
     masked: Annotated[
         bool,
-        typer.Option("--masked", help="Sequences hold several documents, or padding."),
+        typer.Option(
+            "--masked", rich_help_panel=_JOB, help="Sequences hold several documents, or padding."
+        ),
     ] = False,
     checkpoints: Annotated[
         bool,
         typer.Option(
-            "--checkpoints", help="Count memory for checkpoints written while training goes on."
+            "--checkpoints",
+            rich_help_panel=_JOB,
+            help="Count memory for checkpoints written while training goes on.",
         ),
     ] = False,
     micro_batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Sequences at a time inside a block; the planner's if unset."),
+        typer.Option(
+            metavar="N",
+            min=1,
+            rich_help_panel=_JOB,
+            help="Sequences at a time inside a block; the planner's if unset.",
+        ),
     ] = None,
     json_file: Annotated[
         str | None,
-        typer.Option("--json", metavar="FILE", help="Write the plan as JSON; - for stdout."),
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            rich_help_panel=_FILES,
+            help="Write the plan as JSON; - for stdout.",
+        ),
     ] = None,
     html_file: Annotated[
         str | None,
         typer.Option(
-            "--html", metavar="FILE", help="Write a page with the step's timeline; no network."
+            "--html",
+            metavar="FILE",
+            rich_help_panel=_FILES,
+            help="Write a page with the step's timeline, for a browser.",
         ),
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Answer: offload, or more GPUs?")
+        bool,
+        typer.Option(
+            "--compare",
+            rich_help_panel=_COMPARE,
+            help="Compare with GPUs that hold the model; the others below need it.",
+        ),
     ] = False,
     train_tokens: Annotated[
         float | None,
-        typer.Option(metavar="N", help="With --compare: tokens to train on, such as 1e9."),
+        typer.Option(
+            metavar="N", rich_help_panel=_COMPARE, help="Tokens to train on, such as 1e9."
+        ),
     ] = None,
     price_per_hour: Annotated[
         float | None,
         typer.Option(
-            metavar="DOLLARS", min=0, help="With --compare: of one GPU; the catalogue's if unset."
+            metavar="DOLLARS",
+            min=0,
+            rich_help_panel=_COMPARE,
+            help="Price of one GPU; the catalogue's if unset.",
         ),
     ] = None,
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, help="With --compare: machines that offload, data parallel; 1."),
+        typer.Option(
+            metavar="N",
+            min=1,
+            rich_help_panel=_COMPARE,
+            help="Machines that offload, data parallel; 1 if unset.",
+        ),
     ] = None,
 ) -> None:
     """Say where every tensor of MODEL would live, and what a training step would cost.
@@ -166,7 +234,7 @@ def plan_command(
     then has what is missing and the nearest change that fits.
 
     Examples: this machine; a card that is not here, with the page; three tiers; offload, or more
-    GPUs?
+    GPUs? and adapters over a base in 4 bit:
 
         outcore plan qwen2.5-7b
 

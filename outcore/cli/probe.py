@@ -24,7 +24,10 @@ Step = Callable[[str, int, int], None]
 def probe_command(
     disk: Annotated[
         str | None,
-        typer.Option(metavar="PATH", help="A folder on the disk to measure; a temporary one."),
+        typer.Option(
+            metavar="PATH",
+            help="A folder on the disk to measure; if unset, the system's temporary one.",
+        ),
     ] = None,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Measure again, also if a report is kept.")

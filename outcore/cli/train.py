@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _OF_DEMO = {"seed", "device", "max_steps"}
 _LENGTH, _OPTIMIZER, _LORA = "Length", "Optimizer", "LoRA"
-_DATA, _SAVING, _MACHINE = "Data and evaluation", "Checkpoints and logs", "Machine"
+_DATA, _LEARNED, _EVALUATION = "Data", "What is learned of it", "Evaluation"
+_SAVING, _MACHINE = "Checkpoints and logs", "Machine"
 
 
 def _option(help: str, panel: str, *names: str, **more: Any) -> Any:
@@ -61,7 +62,9 @@ def train_command(
     tokenizer: Annotated[
         str | None, typer.Option(metavar="DIR", help="A tokenizer other than the model's own.")
     ] = None,
-    max_steps: Annotated[int | None, _option("Optimizer steps.", _LENGTH)] = None,
+    max_steps: Annotated[
+        int | None, _option("Optimizer steps; goes before --epochs.", _LENGTH)
+    ] = None,
     epochs: Annotated[float | None, _option("Times through the data (1).", _LENGTH)] = None,
     tokens_per_step: Annotated[
         int | None, _option("Tokens of one optimizer step (32,768).", _LENGTH)
@@ -86,7 +89,8 @@ def train_command(
     max_grad_norm: Annotated[
         float | None,
         _option(
-            "Clip the global norm to this (1); 0 does not clip, and updates during the backward.",
+            "Clip the global norm to this (1); 0 does not clip, and updates start during the "
+            "backward.",
             _OPTIMIZER,
         ),
     ] = None,
@@ -100,7 +104,7 @@ def train_command(
         ),
     ] = None,
     on_non_finite: Annotated[
-        str | None, _option("raise or skip a step with NaN or infinity (raise).", _OPTIMIZER)
+        str | None, _option("At NaN or infinity: raise, or skip the step (raise).", _OPTIMIZER)
     ] = None,
     seed: Annotated[int | None, _option("Same seed, same run (0).", _OPTIMIZER)] = None,
     deterministic: Annotated[
@@ -118,19 +122,28 @@ def train_command(
     lora_alpha: Annotated[float | None, _option("Their scale (twice the rank).", _LORA)] = None,
     lora_dropout: Annotated[float | None, _option("Dropout before them (0).", _LORA)] = None,
     lora_targets: Annotated[
-        list[str] | None, _option("Layers that get one (every linear layer).", _LORA)
+        list[str] | None,
+        _option(
+            "A layer that gets one, such as q_proj; may be named several times (every linear "
+            "layer).",
+            _LORA,
+            metavar="NAME",
+        ),
     ] = None,
     frozen_weights: Annotated[
         str | None,
-        _option("int8 or int4: the base packed, expanded on the device (as it is).", _LORA),
+        _option("int8 or int4: the base packed, expanded on the device (as they are).", _LORA),
     ] = None,
     row_format: Annotated[
         str | None,
         _option(
-            "text, prompt-completion, alpaca, messages, sharegpt or preference (found).", _DATA
+            "text, alpaca, messages, sharegpt, preference or prompt-completion (found by fields).",
+            _DATA,
         ),
     ] = None,
-    loss_on: Annotated[str | None, _option("answers, last-answer or all (answers).", _DATA)] = None,
+    loss_on: Annotated[
+        str | None, _option("answers, last-answer or all (answers).", _LEARNED)
+    ] = None,
     skip_bad_rows: Annotated[
         bool | None,
         _option("Leave malformed rows out instead of stopping.", _DATA, "--skip-bad-rows"),
@@ -139,20 +152,24 @@ def train_command(
         bool | None,
         _option(
             "Several examples in a sequence, blind to each other (yes).",
-            _DATA,
+            _LEARNED,
             "--packing/--no-packing",
         ),
     ] = None,
     dpo_beta: Annotated[
-        float | None, _option("Of preference pairs: DPO's beta (0.1).", _DATA)
+        float | None, _option("Of preference pairs: DPO's beta (0.1).", _LEARNED)
     ] = None,
     eval_data: Annotated[
-        list[str] | None, _option("Files to evaluate on.", _DATA, metavar="FILE")
+        list[str] | None,
+        _option("Evaluate on this; may be named several times.", _EVALUATION, metavar="FILE"),
     ] = None,
     held_out: Annotated[
-        float | None, _option("Part of the data to evaluate on instead.", _DATA)
+        float | None,
+        _option("Evaluate on this part of the data instead, such as 0.01.", _EVALUATION),
     ] = None,
-    eval_every: Annotated[int | None, _option("Steps (at the end only).", _DATA)] = None,
+    eval_every: Annotated[
+        int | None, _option("Steps between evaluations (at the end only).", _EVALUATION)
+    ] = None,
     num_workers: Annotated[
         int | None, _option("Processes that tokenise (as many as help).", _DATA)
     ] = None,
@@ -160,13 +177,14 @@ def train_command(
         str | None, _option("Where tokens are kept (in the output).", _DATA, metavar="DIR")
     ] = None,
     save_every: Annotated[
-        int | None, _option("Steps (at the end, and when asked to stop).", _SAVING)
+        int | None,
+        _option("Steps between checkpoints (at the end, and when asked to stop).", _SAVING),
     ] = None,
     keep: Annotated[
         int | None, _option("Checkpoints that are kept (2); 0 writes none.", _SAVING)
     ] = None,
     log_every: Annotated[
-        int | None, _option("Steps a line, where nobody watches (10).", _SAVING)
+        int | None, _option("Steps between lines, where there is no terminal (10).", _SAVING)
     ] = None,
     tensorboard: Annotated[
         bool | None,
@@ -180,21 +198,21 @@ def train_command(
         str | None, _option("cuda or cpu; the GPU if there is one.", _MACHINE)
     ] = None,
     device_memory: Annotated[
-        str | None, _option("Budget, e.g. 24GiB (all that is free).", _MACHINE)
+        str | None, _option("Budget, such as 24GiB (all that is free).", _MACHINE, metavar="SIZE")
     ] = None,
     host_memory: Annotated[
-        str | None, _option("Budget, e.g. 100GiB (all that is free).", _MACHINE)
+        str | None, _option("Budget, such as 100GiB (all that is free).", _MACHINE, metavar="SIZE")
     ] = None,
     disk: Annotated[
         str | None,
-        _option("Lets weights and state go there.", _MACHINE, metavar="PATH[:SIZE]"),
+        _option("A directory that weights and state may go to.", _MACHINE, metavar="PATH[:SIZE]"),
     ] = None,
     dtype: Annotated[str | None, _option("bf16 or fp32 (bf16; CPU: fp32).", _MACHINE)] = None,
     state_format: Annotated[
         str | None, _option("fp32, compact or minimal (fp32).", _MACHINE)
     ] = None,
     micro_batch: Annotated[
-        int | None, _option("Sequences that a block works on at a time.", _MACHINE)
+        int | None, _option("Sequences that a block works on at a time (the plan's).", _MACHINE)
     ] = None,
     json_file: Annotated[
         str | None,
@@ -206,6 +224,8 @@ def train_command(
     A plan for this machine is made and printed first. Ctrl-C (or SIGTERM, or a terminal that
     closes) finishes the step, writes a checkpoint and exits with 0; --resume then goes on to the
     same bits. Without any option a small model learns to add, as a demonstration.
+
+    In parentheses: what holds where an option is not given.
 
     Examples: a chat model on your own chats; adapters only; go on after an interruption:
 

@@ -43,18 +43,23 @@ def verify_command(
     dtype: Annotated[
         Precision | None,
         typer.Option(
-            help="bf16 (with an fp32 master) or fp32 throughout; bf16 on a GPU, fp32 on the CPU."
+            metavar="TYPE",
+            help="bf16 (with an fp32 master) or fp32 throughout; bf16 on a GPU, fp32 on the CPU.",
         ),
     ] = None,
     layers: Annotated[
         int | None,
-        typer.Option(min=2, help="Take the first N layers only, so that the resident run fits."),
+        typer.Option(
+            metavar="N", min=2, help="Take the first N layers only, so that the resident run fits."
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every run.")] = 20,
-    sequences: Annotated[int, typer.Option(min=1, help="Sequences in a step.")] = 4,
-    seq_len: Annotated[int, typer.Option(min=4, help="Tokens in a sequence.")] = 32,
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Optimizer steps of every run.")
+    ] = 20,
+    sequences: Annotated[int, typer.Option(metavar="N", min=1, help="Sequences in a step.")] = 4,
+    seq_len: Annotated[int, typer.Option(metavar="N", min=4, help="Tokens in a sequence.")] = 32,
     micro_batch: Annotated[
-        int, typer.Option(min=1, help="Sequences that a block works on at a time.")
+        int, typer.Option(metavar="N", min=1, help="Sequences that a block works on at a time.")
     ] = 2,
     disk: Annotated[
         str | None,

@@ -1,5 +1,6 @@
 """The command itself: fast help, version, and no torch before it is needed."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ def test_the_command_line_starts_without_torch() -> None:
     "command",
     [
         ["--help"],
+        ["train", "--help"],
         ["plan", "--help"],
         ["probe", "--help"],
         ["verify", "--help"],
@@ -41,6 +43,20 @@ def test_help_shows_an_example(command: list[str]) -> None:
     assert result.exit_code == 0
     if len(command) > 1:
         assert f"outcore {' '.join(command[:-1])} " in result.stdout
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize(
+    "command", [[], ["train"], ["plan"], ["probe"], ["verify"], ["bench"], ["bench", "train"]]
+)
+def test_help_is_whole_where_it_is_narrow(
+    command: list[str], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("typer.rich_utils.MAX_WIDTH", width)
+    result = CliRunner().invoke(app, [*command, "--help"])
+    assert result.exit_code == 0
+    assert max(map(len, result.stdout.splitlines())) == width
+    assert not re.findall(r"^│ +--[\w-]*…", result.stdout, re.MULTILINE), "a name is cut off"
 
 
 def test_every_public_name_can_be_had_and_no_other() -> None:
