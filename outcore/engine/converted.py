@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from outcore.blocks import find_parts
 from outcore.errors import StoreError
 from outcore.model_config import first_line
 
@@ -25,14 +28,51 @@ def check_size(model: nn.Module, num_elements: int, directory: Path) -> None:
 
 
 def converted(auto: Any, directory: Path) -> nn.Module:
-    """Return the whole model as transformers makes it of the directory."""
+    """Return the whole model as transformers makes it of the directory.
+
+    Transformers draws what the files do not hold. That is meant for a new head, which is told here;
+    a block or an embedding of random values is refused.
+    """
+    model: nn.Module
     try:
-        model: nn.Module = auto.from_pretrained(
-            directory, dtype="auto", use_safetensors=True, trust_remote_code=False
+        model, found = auto.from_pretrained(
+            directory,
+            dtype="auto",
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     except Exception as error:  # mismatched shapes, missing weights, conversions that fail
         raise StoreError(
             f"{directory}: its weights are not those of its config ({first_line(error)})",
             path=directory,
         ) from error
+    missing = sorted(found["missing_keys"])
+    needed = [name for name in missing if name in _needed_names(model)]
+    if needed:
+        raise StoreError(
+            f"{directory}: its files have no weights for {_some_of(needed)}, which its config "
+            "describes. Is it the config of another model, or is a file missing?",
+            path=directory,
+        )
+    if missing:
+        warnings.warn(
+            f"{directory} has no weights for {_some_of(missing)}: they begin with random values",
+            stacklevel=3,
+        )
     return model
+
+
+def _needed_names(model: Any) -> set[str]:
+    """Return the names of the parameters without which there is no pretrained model."""
+    embedding = model.get_input_embeddings()
+    needed = {id(p) for p in (embedding.parameters() if embedding is not None else ())}
+    needed |= {
+        id(p) for part in find_parts(model) if part.is_block for p in part.module.parameters()
+    }
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in needed}
+
+
+def _some_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 import outcore
 from outcore.engine import file_ranges
 from outcore.engine.checkpoint_files import CheckpointFiles, Wanted
+from outcore.errors import StoreError
 
 CONFIG = LlamaConfig(
     hidden_size=32,
@@ -205,3 +206,25 @@ def test_a_buffer_of_another_shape_is_refused(tmp_path: Path) -> None:
             with pytest.raises(outcore.StoreError, match=r"bias has shape \[1\]"):
                 files.load_buffers(module)
         assert torch.equal(module.bias, torch.arange(4.0))
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 5}, {"model_type": "qwen3"}])
+def test_a_config_that_describes_more_than_the_files_hold_is_refused(
+    directory: Path, changes: dict[str, object]
+) -> None:
+    """Transformers would draw the rest, and a run would train random values without a word."""
+    config = directory / "config.json"
+    values = {**json.loads(config.read_text()), **changes}
+    if "model_type" in changes:
+        values["architectures"] = ["Qwen3ForCausalLM"]
+    config.write_text(json.dumps(values))
+    with pytest.raises(StoreError, match=r"no weights for model\.layers\."):
+        outcore.load(directory, device="cpu")
+
+
+def test_a_new_head_is_told(directory: Path) -> None:
+    with pytest.warns(UserWarning, match=r"no weights for score\.weight: .* random"):
+        model = outcore.load(
+            directory, device="cpu", auto_class=AutoModelForSequenceClassification
+        )
+    outcore.release(model)
