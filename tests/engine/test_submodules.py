@@ -155,6 +155,7 @@ def test_training_by_forward_follows_writes_to_resident_weights() -> None:
             steps.zero_grad()
             net.forward(**batch_of(seed=seed)).loss.backward()
             steps.step()
+            outcore.synchronize(model)  # as before every write: updates may be under way
     ours = model.state_dict()["model.embed_tokens.weight"]
     torch.testing.assert_close(ours, plain.model.embed_tokens.weight.detach())
 
