@@ -224,7 +224,5 @@ def test_a_config_that_describes_more_than_the_files_hold_is_refused(
 
 def test_a_new_head_is_told(directory: Path) -> None:
     with pytest.warns(UserWarning, match=r"no weights for score\.weight: .* random"):
-        model = outcore.load(
-            directory, device="cpu", auto_class=AutoModelForSequenceClassification
-        )
+        model = outcore.load(directory, device="cpu", auto_class=AutoModelForSequenceClassification)
     outcore.release(model)
