@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from outcore.blocks import find_parts
+from outcore.blocks import end_module, find_parts
 from outcore.errors import StoreError
 from outcore.model_config import first_line
 
@@ -48,7 +48,7 @@ def converted(auto: Any, directory: Path) -> nn.Module:
             path=directory,
         ) from error
     missing = sorted(found["missing_keys"])
-    needed = [name for name in missing if name in _needed_names(model)]
+    needed = sorted(_needed_names(model).intersection(missing))
     if needed:
         raise StoreError(
             f"{directory}: its files have no weights for {_some_of(needed)}, which its config "
@@ -63,14 +63,15 @@ def converted(auto: Any, directory: Path) -> nn.Module:
     return model
 
 
-def _needed_names(model: Any) -> set[str]:
+def _needed_names(model: nn.Module) -> set[str]:
     """Return the names of the parameters without which there is no pretrained model."""
-    embedding = model.get_input_embeddings()
-    needed = {id(p) for p in (embedding.parameters() if embedding is not None else ())}
-    needed |= {
-        id(p) for part in find_parts(model) if part.is_block for p in part.module.parameters()
-    }
-    return {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in needed}
+    needed = [part.module for part in find_parts(model) if part.is_block]
+    embedding = end_module(model, "input")
+    if embedding is not None:
+        needed.append(embedding)
+    ids = {id(parameter) for module in needed for parameter in module.parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if id(parameter) in ids}
 
 
 def _some_of(names: Sequence[str]) -> str:

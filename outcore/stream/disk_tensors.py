@@ -94,10 +94,6 @@ class DiskTensor:
         """Start to read a piece into device memory that nothing uses."""
         return self._file.fetch_to_device(self._first + piece, target)
 
-    def store(self, piece: int, values: Tensor, after: Sequence[Fence]) -> Fence:
-        """Write what ``fetch`` returned back, after the fences."""
-        return store_together([(self, values)], piece, after)
-
     def release(self, values: Tensor, after: Sequence[Fence]) -> None:
         """Give back what ``fetch`` returned, without writing it."""
         self._file.release(values, after)
@@ -238,7 +234,7 @@ def fetch_together(tensors: Sequence[DiskTensor], piece: int) -> list[tuple[Tens
 def store_together(
     sources: Sequence[tuple[DiskTensor, Tensor]], piece: int, after: Sequence[Fence]
 ) -> Fence:
-    """``store`` a piece of each of one file's tensors, as one piece of work."""
+    """Write back what was fetched of one file's tensors, after the fences, as one piece of work."""
     file = _file_of([tensor for tensor, _ in sources])
     return file.store([(tensor._first + piece, values) for tensor, values in sources], after)
 

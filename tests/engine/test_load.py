@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 
 import outcore
 from outcore.engine import file_ranges
@@ -224,5 +229,17 @@ def test_a_config_that_describes_more_than_the_files_hold_is_refused(
 
 def test_a_new_head_is_told(directory: Path) -> None:
     with pytest.warns(UserWarning, match=r"no weights for score\.weight: .* random"):
+        model = outcore.load(directory, device="cpu", auto_class=AutoModelForSequenceClassification)
+    outcore.release(model)
+
+
+def test_a_model_that_names_no_embedding_is_loaded_all_the_same(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def names_none(self: LlamaForSequenceClassification) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(LlamaForSequenceClassification, "get_input_embeddings", names_none)
+    with pytest.warns(UserWarning, match="no weights for score"):
         model = outcore.load(directory, device="cpu", auto_class=AutoModelForSequenceClassification)
     outcore.release(model)

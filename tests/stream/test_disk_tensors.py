@@ -12,7 +12,13 @@ from cufile_on_host import CufileOnHost
 
 from outcore.errors import LaneError, StoreError
 from outcore.store.ledger import Ledger
-from outcore.stream.disk_tensors import PIECE_ALIGN, DiskShape, DiskTensors, copy_from_disk
+from outcore.stream.disk_tensors import (
+    PIECE_ALIGN,
+    DiskShape,
+    DiskTensors,
+    copy_from_disk,
+    store_together,
+)
 
 SHAPES = [
     DiskShape(numel=2 * PIECE_ALIGN + 384, dtype=torch.float32, piece_numel=PIECE_ALIGN),
@@ -80,7 +86,7 @@ def test_updates_in_pieces_show_in_the_mapped_view(disk: DiskTensors) -> None:
                 assert torch.equal(values, whole[start:end])
                 whole[start:end] += step + piece + 1
                 values += step + piece + 1
-                tensor.store(piece, values, []).block()
+                store_together([(tensor, values)], piece, []).block()
             assert torch.equal(tensor.mapped, whole)
 
 
