@@ -67,7 +67,7 @@ def measured_placement(row: dict[str, Any], num_blocks: int) -> Placement:
             for i in range(num_blocks)
         ),
         edge_state="host",
-        micro_batch=4 if shape_of(row) == "qwen2.5-3b" else 8,  # of an earlier build
+        micro_batch=8,
         num_slots=3,
         num_visits=row["notes"]["state_visits"],
     )
