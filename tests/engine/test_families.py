@@ -1,5 +1,6 @@
 """Every family, offloaded, against plain Hugging Face and torch.optim.AdamW in fp32."""
 
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from families import (
     FAMILIES,
     LR,
     Family,
+    PlainRun,
     batch_of,
     gradients_of,
     groups_of,
@@ -32,9 +34,6 @@ def test_training_equals_plain_torch(family: Family) -> None:
     """Loss, gradients, gradient norm and weights over several steps; the micro-batch is uneven."""
     batches = [batch_of(family, seed=step) for step in range(STEPS)]
     plain = train_plain(family.make(), batches, foreach=True)
-    # Where gradients are rounding noise (key biases), Adam makes noise of size lr out of them:
-    # torch itself then disagrees between its own implementations and batch orders.
-    fused = train_plain(family.make(), [_reordered(batch) for batch in batches], fused=True)
     model = offloaded(family.make())
     optimizer = outcore.AdamW(groups_of(model), lr=LR, betas=BETAS, max_grad_norm=1.0)
     for step, batch in enumerate(batches):
@@ -47,15 +46,40 @@ def test_training_equals_plain_torch(family: Family) -> None:
         assert float(loss.detach()) == pytest.approx(plain.losses[step], rel=1e-5)
         assert optimizer.grad_norm == pytest.approx(plain.grad_norms[step], rel=1e-5)
     outcore.synchronize(model)
-    for name, parameter in model.named_parameters():
-        noise = relative_difference(fused.parameters[name], plain.parameters[name])
-        bound = 1e-5 if noise <= 1e-6 else 1e-5 + 5 * noise
-        assert relative_difference(parameter, plain.parameters[name]) <= bound, name
+    ours = dict(model.named_parameters())
+    far = {
+        name: difference
+        for name, theirs in plain.parameters.items()
+        if (difference := relative_difference(ours[name], theirs)) > 1e-5
+    }
+    noise = _noise_of_torch(family, batches, plain, list(far)) if far else {}
+    for name, difference in far.items():
+        assert noise[name] > 1e-6, f"{name} is {difference:.2g} off"
+        assert difference <= 1e-5 + 5 * noise[name], name
 
 
-def _reordered(batch: dict[str, Any]) -> dict[str, Any]:
-    """The same batch with its sequences in another order: only sums round differently."""
-    return {k: v.flip(0) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+def _noise_of_torch(
+    family: Family, batches: list[dict[str, Any]], plain: PlainRun, names: list[str]
+) -> dict[str, float]:
+    """How far torch is from itself at most, where only sums round differently.
+
+    Where gradients are rounding noise (key biases, or one element that happens to be as small as
+    Adam's epsilon), Adam makes noise of size lr out of them. Whether one other order of the
+    sequences shows it is luck, so many are tried.
+    """
+    noise = dict.fromkeys(names, 0.0)
+    orders = list(permutations(range(len(batches[0]["input_ids"]))))
+    for order in orders[1::5]:
+        fused = train_plain(family.make(), [_reordered(b, order) for b in batches], fused=True)
+        for name in names:
+            difference = relative_difference(fused.parameters[name], plain.parameters[name])
+            noise[name] = max(noise[name], difference)
+    return noise
+
+
+def _reordered(batch: dict[str, Any], order: tuple[int, ...]) -> dict[str, Any]:
+    """The same batch with its sequences in another order."""
+    return {k: v[list(order)] if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
 def _assert_gradients_equal(
