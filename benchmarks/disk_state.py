@@ -158,7 +158,9 @@ def measure(directory: Path, formats: list[str], num_bytes: int, repeats: int) -
                         start = time.perf_counter()
                         moved.update()
                         seconds = time.perf_counter() - start
-                    speeds.setdefault(what, []).append(moved.num_bytes / seconds / 1e9)
+                    speed = moved.num_bytes / seconds / 1e9
+                    speeds.setdefault(what, []).append(speed)
+                    print(f"{what:26s} {speed:5.2f} GB/s each way", flush=True)
             state.close()
             raw.close()
             (scratch.path / "raw.scratch").unlink()
@@ -177,6 +179,7 @@ def main() -> None:
     speeds = measure(
         arguments.directory, arguments.formats.split(","), num_bytes, arguments.repeats
     )
+    print()
     for what, runs in speeds.items():
         print(f"{what:26s} {statistics.median(runs):5.2f} GB/s each way, {min(runs):.2f} at least")
     if arguments.json:
