@@ -32,7 +32,8 @@ class Reference(Protocol):
 def sequence_logps(model: Any, batch: Batch) -> Tensor:
     """Return the summed log-probability of each row's answer, (rows,)."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    logits = model(**inputs, use_cache=False).logits[:, :-1]
+    # In bf16 each token would be rounded to 8 bits, and an answer is the sum of hundreds.
+    logits = model(**inputs, use_cache=False).logits[:, :-1].float()
     target = batch["labels"][:, 1:]
     losses = F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]),
@@ -40,7 +41,7 @@ def sequence_logps(model: Any, batch: Batch) -> Tensor:
         reduction="none",
         ignore_index=-100,
     )
-    return -losses.view(target.shape).float().sum(-1)
+    return -losses.view(target.shape).sum(-1)
 
 
 def dpo_loss(policy: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -122,10 +123,11 @@ def _read(path: Path, identity: dict[str, str], num_batches: int) -> Tensor | No
 def evaluating(model: Any) -> Iterator[None]:
     """Without dropout, and with logits in chunks although nothing is differentiated."""
     engine, was_training = engine_of(model), model.training
+    deferred = engine.always_defers_logits  # an evaluation may ask for its reference within
     model.eval()
     engine.always_defers_logits = True
     try:
         yield
     finally:
-        engine.always_defers_logits = False
+        engine.always_defers_logits = deferred
         model.train(was_training)

@@ -129,6 +129,14 @@ def test_another_tokenizer_or_option_has_its_own_cache(tmp_path: Path, make_cach
     assert len(list((tmp_path / "cache").iterdir())) == 4
 
 
+def test_special_tokens_that_are_split_are_other_tokens(tmp_path: Path, make_cache: Any) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "cat<|im_end|>cat"}])
+    tokenizer = make_tokenizer()
+    whole = make_cache(path, using=tokenizer)
+    tokenizer.split_special_tokens = True
+    assert make_cache(path, using=tokenizer).num_tokens > whole.num_tokens
+
+
 def test_padding_and_truncation_of_earlier_calls_change_nothing(
     source: Path, tmp_path: Path, make_cache: Any
 ) -> None:

@@ -14,9 +14,10 @@ from train_files import WORDS, Files
 from transformers import AutoModelForCausalLM
 
 import outcore
+from outcore.engine.offload import engine_of
 from outcore.train.display import Display
 from outcore.train.metrics import read_metrics
-from outcore.train.preference import dpo_loss, sequence_logps
+from outcore.train.preference import dpo_loss, evaluating, sequence_logps
 from outcore.train.run import train
 
 
@@ -101,6 +102,28 @@ def test_a_model_comes_to_prefer_what_was_chosen(files: Files, pairs: Path, lora
     lines = read_metrics(Path(settings.output))
     assert not any("perplexity" in line for line in lines)  # a preference has none
     assert (Path(settings.output) / "reference.safetensors").exists() is not lora
+
+
+def test_log_probabilities_of_bf16_are_not_rounded_to_it(files: Files) -> None:
+    torch.manual_seed(1)
+    ids = torch.randint(3, 60, (2, 60))
+    model = AutoModelForCausalLM.from_pretrained(files.model, dtype=torch.bfloat16).eval()
+    logps = F.log_softmax(model(input_ids=ids).logits[:, :-1].double(), -1)
+    expected = logps.gather(-1, ids[:, 1:, None])[..., 0].sum(-1)
+    with torch.no_grad():
+        found = sequence_logps(model, {"input_ids": ids, "labels": ids})
+    assert torch.allclose(found.double(), expected, rtol=1e-6)
+
+
+def test_an_evaluation_that_asks_for_its_reference_goes_on_as_it_was(files: Files) -> None:
+    model = outcore.load(files.model, device="cpu", weights="host", state="host").train()
+    with evaluating(model):
+        with evaluating(model):
+            pass
+        assert engine_of(model).always_defers_logits
+        assert not model.training
+    assert not engine_of(model).always_defers_logits
+    assert model.training
 
 
 def test_a_stopped_run_keeps_its_reference(files: Files, pairs: Path) -> None:
