@@ -198,6 +198,14 @@ def test_the_last_batch(cache: TokenCache) -> None:
         assert [len(batch["input_ids"]) for batch in dropped] == sizes[:-1]
 
 
+def test_a_part_of_an_epoch(cache: TokenCache) -> None:
+    whole = sequences_of(all_batches(cache, packing=False))
+    for part in (0.001, 0.5, 1.5):
+        found = sequences_of(all_batches(cache, packing=False, num_epochs=part))
+        assert len(found) == max(1, round(part * NUM_DOCUMENTS))
+        assert found[: len(whole)] == whole[: len(found)]
+
+
 def test_a_batch_larger_than_an_epoch(pairs: TokenCache) -> None:
     options = BatchOptions(batch_size=30, seq_len=40, seed=4)
     with Batches(pairs, options) as batches:
