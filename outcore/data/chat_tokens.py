@@ -8,6 +8,7 @@ ones follow fails that check, and is refused rather than guessed at.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -110,6 +111,8 @@ class ChatTokenizer:
             before = self._prefix(messages[:turn], add_generation_prompt=True)
             is_last = turn == len(messages) - 1
             after = text if is_last else self._prefix(messages[: turn + 1])
+            if turn == 0:
+                before = self._before_first(messages[0], after)
             if not text.startswith(after) or not after.startswith(before):
                 raise UnsupportedTemplate(
                     "the chat template changes earlier turns when later ones follow, so that the "
@@ -118,6 +121,15 @@ class ChatTokenizer:
                 )
             spans.append((len(before), len(after)))
         return text, spans
+
+    def _before_first(self, message: Message, after: str) -> str:
+        """Return what stands before a chat's first turn: there is no shorter chat to render.
+
+        It is what stays the same when the turn says something else.
+        """
+        said = str(message.get("content", ""))
+        other = {**message, "content": "b" if said.lstrip().startswith("a") else "a"}
+        return os.path.commonprefix([after, self._prefix([other])])
 
     def _prefix(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         try:
