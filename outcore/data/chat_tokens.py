@@ -8,7 +8,6 @@ ones follow fails that check, and is refused rather than guessed at.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -129,7 +128,8 @@ class ChatTokenizer:
         """
         said = str(message.get("content", ""))
         other = {**message, "content": "b" if said.lstrip().startswith("a") else "a"}
-        return os.path.commonprefix([after, self._prefix([other])])
+        pairs = enumerate(zip(after, self._prefix([other]), strict=False))
+        return after[: next((place for place, (one, two) in pairs if one != two), len(after))]
 
     def _prefix(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         try:

@@ -142,9 +142,8 @@ def _answered(prompt: tuple[Message, ...], value: object, field: str) -> Chat:
 
 def _asks_again(last: Message, first: Message) -> bool:
     """Whether two turns that meet are no prompt and its answer; a lone system turn may be one."""
-    if first["role"] in ("system", "developer"):
-        return True
-    return first["role"] == "user" and last["role"] == "user"
+    asking = ("system", "developer", "user") if last["role"] == "user" else ("system", "developer")
+    return first["role"] in asking
 
 
 def _prompt(value: object) -> tuple[Message, ...]:

@@ -35,11 +35,19 @@ class Corpus:
 
 
 def make_corpus(
-    settings: TrainSettings, tokenizer: Any, progress: Callable[[Progress], None] | None = None
+    settings: TrainSettings,
+    tokenizer: Any,
+    progress: Callable[[Progress], None] | None = None,
+    *,
+    vocabulary: int | None = None,
 ) -> Corpus:
-    """Tokenise what is not in the cache yet, and arrange it in batches."""
+    """Tokenise what is not in the cache yet, and arrange it in batches.
+
+    vocabulary: how many tokens the model knows; other tokens are refused.
+    """
     assert settings.seq_len is not None
     cache = _tokens(settings, settings.data, tokenizer, progress)
+    _check_vocabulary(cache, vocabulary)
     examples, held_out = None, None
     if settings.held_out:
         examples, held_out = split_held_out(cache, settings.held_out)
@@ -70,6 +78,7 @@ def make_corpus(
         eval_cache = _tokens(settings, settings.eval_data, tokenizer, progress)
         evaluation = lambda: Batches(eval_cache, once)  # noqa: E731
         _check_same_kind(cache, eval_cache)
+        _check_vocabulary(eval_cache, vocabulary)
     elif held_out is not None:
         evaluation = lambda: Batches(cache, once, examples=held_out)  # noqa: E731
     if evaluation is not None:
@@ -86,6 +95,15 @@ def _check_same_kind(training: TokenCache, evaluation: TokenCache) -> None:
         raise ValueError(
             f"eval_data has rows of {evaluation.row_format!r}, data has rows of "
             f"{training.row_format!r}: preference pairs are evaluated on pairs alone"
+        )
+
+
+def _check_vocabulary(cache: TokenCache, vocabulary: int | None) -> None:
+    """A token that only a late batch has would end the run there."""
+    if vocabulary is not None and cache.max_token_id >= vocabulary:
+        raise ValueError(
+            f"the tokenizer gives the id {cache.max_token_id}, and the model knows {vocabulary:,} "
+            "tokens, from 0 on: --tokenizer names the directory of another one"
         )
 
 

@@ -25,7 +25,7 @@ def keeps_packed_documents_apart(config: Any) -> bool:
     return not _carries_along(model) and _masks_by_positions(model)
 
 
-def _carries_along(model: nn.Module) -> bool:
+def _carries_along(model: Any) -> bool:
     """Whether tokens also meet outside of attention."""
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
     return not _ATTENTION.issuperset(layer_types) or any(
@@ -37,7 +37,7 @@ class _Asked(BaseException):
     """Ends a forward: what it was run for is known. Nothing in a model would catch it."""
 
 
-def _masks_by_positions(model: nn.Module) -> bool:
+def _masks_by_positions(model: Any) -> bool:
     tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     model.eval()
     model.config.pad_token_id = None  # or some look for it in the tokens, which have no values

@@ -8,18 +8,20 @@ every batch that will come, and kept in a file: no second model is ever in memor
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional as F
 
 from outcore.checkpoint.contents import fingerprint
 from outcore.data.batches import Batch, Batches
+from outcore.data.durable_files import replace_file
 from outcore.engine.offload import engine_of
 
 
@@ -98,9 +100,7 @@ def precomputed(
                 batch = {k: v.to(device) for k, v in batches.batch(number).items()}
                 found = sequence_logps(model, batch).cpu()
                 rows[number, : len(found)] = found
-        beside = path.with_suffix(".new")
-        save_file({"logps": rows}, beside, metadata=identity)
-        beside.replace(path)
+        replace_file(path, save({"logps": rows}, {**identity, "crc32": _checksum(rows)}))
     return Precomputed(rows)
 
 
@@ -111,12 +111,17 @@ def _read(path: Path, identity: dict[str, str], num_batches: int) -> Tensor | No
         return None
     try:
         with safe_open(path, framework="pt") as file:
-            if file.metadata() != identity:
-                return None
+            metadata = dict(file.metadata() or {})
+        checksum = metadata.pop("crc32", None)
         rows: Tensor = load_file(path)["logps"]
     except (SafetensorError, KeyError):
         return None
-    return rows if len(rows) >= num_batches else None
+    is_whole = metadata == identity and checksum == _checksum(rows)
+    return rows if is_whole and len(rows) >= num_batches else None
+
+
+def _checksum(rows: Tensor) -> str:
+    return str(zlib.crc32(rows.numpy().tobytes()))
 
 
 @contextlib.contextmanager

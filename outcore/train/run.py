@@ -73,10 +73,12 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
         settings = replace(settings, packing=False)
     tokenizer = subject.load_tokenizer(settings)
     find_sources([*settings.data, *settings.eval_data])  # or a mistyped name leaves a folder behind
+    _check_apart(settings)
     is_new = not Path(settings.output).exists()
     folder = _folder(settings)
     try:
-        corpus = make_corpus(settings, tokenizer, display.tokenising)
+        vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+        corpus = make_corpus(settings, tokenizer, display.tokenising, vocabulary=vocabulary)
     except BaseException:
         folder.close()
         if is_new:
@@ -115,6 +117,22 @@ def _other_step_size(settings: TrainSettings, sequences: int, *, is_pairs: bool)
         f"{'pairs of ' if is_pairs else ''}sequences of {seq_len:,}; --tokens-per-step "
         f"{' or '.join(map(str, nearest))} would be exact"
     )
+
+
+def _check_apart(settings: TrainSettings) -> None:
+    """Refuse to write among the data: what the run writes would be data when it is resumed."""
+    written = {"output": settings.output, "cache-dir": settings.cache_dir}
+    for data in (*settings.data, *settings.eval_data):
+        for option, place in written.items():
+            if place and Path(data).is_dir() and _is_below(Path(place), Path(data)):
+                raise ValueError(
+                    f"{place} lies in {data}, of which every file is training data: name another "
+                    f"--{option}"
+                )
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    return path.resolve().is_relative_to(folder.resolve())
 
 
 def _folder(settings: TrainSettings) -> CheckpointFolder:

@@ -326,7 +326,7 @@ def test_pairs_are_not_packed(pairs: TokenCache) -> None:
 
 def test_a_pair_goes_as_a_whole(tmp_path: Path, make_cache: Any) -> None:
     """One side's answer comes after another long turn, so that it is cut off."""
-    late = [{"role": "user", "content": "wait " * 20}, {"role": "assistant", "content": "bad"}]
+    late = [{"role": "tool", "content": "wait " * 20}, {"role": "assistant", "content": "bad"}]
     rows = [
         {"prompt": "one", "chosen": "good", "rejected": "bad"},
         {"prompt": "two", "chosen": "good", "rejected": late},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from train_files import WORDS, Files
 from transformers import AutoModelForCausalLM
 
 import outcore
+from outcore.data import durable_files
 from outcore.engine.offload import engine_of
+from outcore.errors import StoreError
 from outcore.train.display import Display
 from outcore.train.metrics import read_metrics
 from outcore.train.preference import dpo_loss, evaluating, sequence_logps
@@ -156,3 +159,34 @@ def test_the_reference_of_another_model_is_not_used(files: Files, pairs: Path) -
     first = files.settings("first", data=(str(pairs),), max_steps=1, keep=0)
     train(first, quiet)
     assert losses(settings.output) == losses(first.output)
+
+
+def test_a_reference_that_was_damaged_is_made_again(files: Files, pairs: Path) -> None:
+    quiet = Display(Console(quiet=True))
+    changes: dict[str, object] = {"data": (str(pairs),), "schedule": "constant"}
+    whole = files.settings("whole", **changes)
+    train(whole, quiet)
+    train(files.settings("cut", save_every=3, **changes), quiet)
+    newest = files.folder / "cut" / "checkpoints" / "step-000000006"
+    newest.rename(newest.with_name("away"))  # as if it had been stopped after step 3
+    reference = files.folder / "cut" / "reference.safetensors"
+    data = bytearray(reference.read_bytes())
+    data[-2] ^= 0x40
+    reference.write_bytes(data)
+    cut = files.settings("cut", resume=True, **changes)
+    train(cut, quiet)
+    assert losses(whole.output) == losses(cut.output)
+
+
+def test_a_full_disk_is_told_of_a_reference(
+    files: Files, pairs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet = Display(Console(quiet=True))
+    train(files.settings("first", data=(str(pairs),), max_steps=1), quiet)  # makes the cache
+
+    def full(fd: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(durable_files, "write", full)
+    with pytest.raises(StoreError, match=r"reference\.safetensors.*the disk is full"):
+        train(files.settings(data=(str(pairs),), max_steps=1), quiet)

@@ -246,6 +246,29 @@ def test_data_that_is_not_there_leaves_nothing_behind(files: Files) -> None:
     assert not Path(settings.output).exists()
 
 
+@pytest.mark.parametrize("option", ["output", "cache_dir"])
+def test_nothing_is_written_among_the_data(files: Files, option: str) -> None:
+    """It would be data itself when the run goes on."""
+    folder = files.folder / "rows"
+    folder.mkdir()
+    write_chats(folder / "a.jsonl", 8)
+    inside = {option: str(folder / "out")}
+    with pytest.raises(ValueError, match=f"of which every file .* --{option.replace('_', '-')}"):
+        train(files.settings(data=(str(folder),), **inside), quiet())
+    assert [path.name for path in folder.iterdir()] == ["a.jsonl"]
+
+
+def test_tokens_that_the_model_does_not_know_are_refused_first(files: Files) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(files.model)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(files.folder / "tokenizer")
+    rows = [{"messages": chat("hi", "hello")}] * 50 + [{"messages": chat("hi", "<new>")}]
+    data = write_jsonl(files.folder / "new.jsonl", rows)
+    settings = files.settings(tokenizer=str(files.folder / "tokenizer"), data=(str(data),))
+    with pytest.raises(ValueError, match="gives the id 300, and the model knows 300 tokens"):
+        train(settings, quiet())
+
+
 def test_a_row_that_was_left_out_is_named(files: Files, tmp_path: Path) -> None:
     rows = Path(files.settings().data[0]).read_text().splitlines()
     rows.insert(6, '{"messages": ')
