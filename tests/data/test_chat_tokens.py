@@ -83,6 +83,20 @@ def test_an_answer_before_any_question(said: str) -> None:
         assert len(answers) == 3
 
 
+def test_a_prompt_that_begins_thoughts_which_answers_leave_out() -> None:
+    """As with DeepSeek R1: the prompt is no part of the finished chat."""
+    starts_thinking = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    text, answers = split_up(make_tokenizer(starts_thinking), Chat(TALK))
+    assert "think" not in text
+    assert answers == ["hello<|im_end|>\n", "the mat 🎉<|im_end|>\n"]
+    thoughts = "{{ '[' + message['thoughts'] + ']' if message['thoughts'] else '' }}"
+    shown = starts_thinking.replace(
+        "{{ message['content'] }}", thoughts + "{{ message['content'] }}"
+    )
+    thoughtful = (*TALK[:3], {**TALK[3], "thoughts": "on what"})
+    assert split_up(make_tokenizer(shown), Chat(thoughtful))[1][-1].startswith("[on what]the mat")
+
+
 def test_without_a_template() -> None:
     text, answers = split_up(PLAIN, Chat(TALK))
     assert text == "hi the cat\nhello<|end|>and on\nthe mat 🎉<|end|>"
