@@ -7,8 +7,7 @@ a convolution carries along, no mask stops (Mamba, LFM2, the linear attention of
 
 from __future__ import annotations
 
-from typing import Any
-from unittest import mock
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -37,18 +36,24 @@ class _Asked(BaseException):
     """Ends a forward: what it was run for is known. Nothing in a model would catch it."""
 
 
+def _ask(*_: Any) -> NoReturn:
+    raise _Asked
+
+
 def _masks_by_positions(model: Any) -> bool:
+    """Whether the forward comes to where transformers looks for packed documents."""
     tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     model.eval()
     model.config.pad_token_id = None  # or some look for it in the tokens, which have no values
+    look = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _ask
     try:
-        with (
-            torch.no_grad(),
-            mock.patch.object(masking_utils, "find_packed_sequence_indices", side_effect=_Asked),
-        ):
+        with torch.no_grad():
             model(input_ids=tokens, position_ids=tokens, use_cache=False)
     except _Asked:
         return True
     except Exception:  # of layers that need values, which come behind the masks
         return False
+    finally:
+        masking_utils.find_packed_sequence_indices = look
     return False
