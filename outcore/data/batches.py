@@ -41,7 +41,7 @@ class BatchOptions:
     pads_to_seq_len: bool = True  # without packing; else to the longest of the batch
     shuffle: bool = True
     seed: int = 0
-    num_epochs: int | None = None  # None: without end
+    num_epochs: float | None = None  # None: without end
     drop_last: bool = False  # the batch at the very end, if it is not full
 
     def __post_init__(self) -> None:
@@ -49,8 +49,8 @@ class BatchOptions:
             raise ValueError(f"batch_size must be at least 1, not {self.batch_size}")
         if self.seq_len < 2:
             raise ValueError(f"seq_len must be at least 2, not {self.seq_len}")
-        if self.num_epochs is not None and self.num_epochs < 1:
-            raise ValueError(f"num_epochs must be at least 1, not {self.num_epochs}")
+        if self.num_epochs is not None and self.num_epochs <= 0:
+            raise ValueError(f"num_epochs must be more than 0, not {self.num_epochs}")
         if self.too_long not in (None, "cut", "split"):
             raise ValueError(f"too_long must be 'cut' or 'split', not {self.too_long!r}")
 
@@ -112,16 +112,19 @@ class Batches(Iterator[Batch]):
     @property
     def num_batches(self) -> int | None:
         """Of all epochs; None without end."""
-        if self.options.num_epochs is None:
+        total = self._num_places
+        if total is None:
             return None
-        total = self.options.num_epochs * self.num_sequences
         size = self.options.batch_size
         return total // size if self.options.drop_last else -(-total // size)
 
     @property
     def epoch(self) -> float:
         """How many epochs lie behind, with the part of the current one."""
-        return self._next * self.options.batch_size / self.num_sequences
+        done = self._next * self.options.batch_size
+        if self._num_places is not None:
+            done = min(done, self._num_places)  # the last batch may be smaller
+        return done / self.num_sequences
 
     @property
     def fill(self) -> float:
@@ -147,8 +150,8 @@ class Batches(Iterator[Batch]):
         """Return one batch, whichever came before."""
         size = self.options.batch_size
         first, end = number * size, (number + 1) * size
-        if self.options.num_epochs is not None:
-            end = min(end, self.options.num_epochs * self.num_sequences)
+        if self._num_places is not None:
+            end = min(end, self._num_places)
         if not 0 <= first < end:
             raise IndexError(f"there is no batch {number}")
         rows = [self._sequences.pieces_in(self._sequence_at(place)) for place in range(first, end)]
@@ -196,6 +199,13 @@ class Batches(Iterator[Batch]):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    @property
+    def _num_places(self) -> int | None:
+        """How many sequences come in all epochs; None without end."""
+        if self.options.num_epochs is None:
+            return None
+        return max(1, round(self.options.num_epochs * self.num_sequences))
 
     @property
     def _row_tokens(self) -> int:

@@ -110,6 +110,8 @@ class ChatTokenizer:
             before = self._prefix(messages[:turn], add_generation_prompt=True)
             is_last = turn == len(messages) - 1
             after = text if is_last else self._prefix(messages[: turn + 1])
+            if turn == 0 or not after.startswith(before):
+                before = self._before_content(messages[: turn + 1], after)
             if not text.startswith(after) or not after.startswith(before):
                 raise UnsupportedTemplate(
                     "the chat template changes earlier turns when later ones follow, so that the "
@@ -118,6 +120,19 @@ class ChatTokenizer:
                 )
             spans.append((len(before), len(after)))
         return text, spans
+
+    def _before_content(self, messages: Sequence[Message], after: str) -> str:
+        """Return what stands before the last turn's content, where no prompt ends that way.
+
+        There is no chat before the first turn, and some templates begin thoughts in a prompt that
+        they leave out of an answer. It is what stays the same when the turn says something else.
+        """
+        *earlier, last = messages
+        said = str(last.get("content", ""))
+        # Without thoughts and calls, which are part of the answer too.
+        other = {"role": last["role"], "content": "b" if said.lstrip().startswith("a") else "a"}
+        pairs = enumerate(zip(after, self._prefix([*earlier, other]), strict=False))
+        return after[: next((place for place, (one, two) in pairs if one != two), len(after))]
 
     def _prefix(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         try:

@@ -144,5 +144,5 @@ def _what_to_do(error: OSError, path: Path) -> str:
         with contextlib.suppress(OSError):
             status = os.statvfs(path.parent)
             free = f" ({format_bytes(status.f_bavail * status.f_frsize)} are free)"
-        return f"the disk is full{free}. Make room, or name another cache_dir"
-    return f"cannot be written ({error}). Name another cache_dir"
+        return f"the disk is full{free}. Make room, or name another directory"
+    return f"cannot be written ({error}). Name another directory"

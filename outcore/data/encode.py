@@ -24,6 +24,7 @@ from outcore.data.row_format import (
     example_of,
     find_row_format,
 )
+from outcore.errors import UnsupportedTemplate
 
 OnBadRow = Literal["raise", "skip"]
 
@@ -89,6 +90,9 @@ class Encoder:
             except RowFault as fault:
                 faults.append((row.line, str(fault)))
                 continue
+            except UnsupportedTemplate as error:
+                where = f"{batch.path}, line {row.line}"
+                raise UnsupportedTemplate(f"{where}: {error}") from None
             except RecursionError:  # of a table: the depth of JSON is limited
                 faults.append((row.line, "is nested too deep"))
                 continue
@@ -110,6 +114,8 @@ class Encoder:
             yield from self._text_part(row, row.value)
             return
         fields = fields_of(row)
+        if isinstance(row.value, dict):
+            fields = {name: _without_nulls(value) for name, value in fields.items()}
         # A row whose format is not known yet is bad in itself, or its batch would have one.
         example = example_of(fields, row_format or find_row_format(fields))
         content_hash = _content_hash(example)
@@ -158,6 +164,18 @@ def fields_of(row: RawRow) -> dict[str, Any]:
         return parse_object(row.value)
     assert isinstance(row.value, dict)
     return row.value
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a field of a table without the keys that only other rows have.
+
+    Tables fill those with nulls, however deep: arguments of a tool, of which each has its own.
+    """
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value
 
 
 def _content_hash(example: Example) -> int:

@@ -51,10 +51,13 @@ def _split(cache: TokenCache, examples: Examples, seq_len: int) -> Pieces:
     owner = np.repeat(np.arange(len(examples)), num_pieces)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
     piece_starts = starts[owner] + number * seq_len
+    lengths = np.minimum(ends[owner] - piece_starts, seq_len)
+    # A token by itself is predicted from nothing: a batch of such pieces alone would have no loss.
+    keeps = lengths > 1
     return Pieces(
-        starts=piece_starts,
-        lengths=np.minimum(ends[owner] - piece_starts, seq_len),
+        starts=piece_starts[keeps],
+        lengths=lengths[keeps],
         num_cut=0,
         num_split=int((num_pieces > 1).sum()),
-        num_dropped=int((num_pieces == 0).sum()),
+        num_dropped=len(examples) - len(np.unique(owner[keeps])),
     )

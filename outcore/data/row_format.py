@@ -20,7 +20,7 @@ Message = dict[str, Any]
 
 # Where a row has the fields of several, the first counts: many rows of chats also have a prompt.
 _FIELDS: dict[RowFormat, tuple[str, ...]] = {
-    "preference": ("prompt", "chosen", "rejected"),
+    "preference": ("chosen", "rejected"),  # and a prompt, where they do not begin with it
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "prompt-completion": ("prompt", "completion"),
@@ -93,10 +93,27 @@ def example_of(row: Mapping[str, Any], row_format: RowFormat) -> Example:
         return _answered(_prompt(row["prompt"]), row["completion"], "completion")
     if row_format == "alpaca":
         return _answered(_alpaca_prompt(row), text_of(row["output"], "output"), "output")
-    prompt = _prompt(row["prompt"])
-    return Pair(
-        _answered(prompt, row["chosen"], "chosen"), _answered(prompt, row["rejected"], "rejected")
-    )
+    return _pair(row.get("prompt"), row["chosen"], row["rejected"])
+
+
+def _pair(prompt: object, chosen: object, rejected: object) -> Pair:
+    """Return a pair; where both are chats, all turns that they share may be the prompt."""
+    is_text = isinstance(chosen, str) or isinstance(rejected, str)
+    if prompt is None and is_text:
+        raise RowFault("has no prompt: without one, chosen and rejected must be lists of messages")
+    asked = () if prompt is None else _prompt(prompt)
+    shared = () if is_text else _shared_turns(chosen, rejected)
+    if shared[len(shared) - len(asked) :] == asked:  # the prompt may name the last turn alone
+        asked = shared
+    return Pair(_answered(asked, chosen, "chosen"), _answered(asked, rejected, "rejected"))
+
+
+def _shared_turns(chosen: object, rejected: object) -> tuple[Message, ...]:
+    chats = _messages(chosen, "chosen"), _messages(rejected, "rejected")
+    # Of two chats that are alike, the last turn is still an answer.
+    most = min(map(len, chats)) - 1
+    shared = next((i for i in range(most) if chats[0][i] != chats[1][i]), most)
+    return chats[0][:shared]
 
 
 def _whole_chat(messages: tuple[Message, ...]) -> Chat:
@@ -115,7 +132,18 @@ def _answered(prompt: tuple[Message, ...], value: object, field: str) -> Chat:
             answer = answer[len(prompt) :]
         if not any(message["role"] == "assistant" for message in answer):
             raise RowFault(f"{field} has no turn of the assistant after the prompt")
+        if prompt and _asks_again(prompt[-1], answer[0]):
+            raise RowFault(
+                f"{field} starts with a turn of the {answer[0]['role']} and does not repeat the "
+                "prompt as it is: which turns are the prompt cannot be told"
+            )
     return Chat((*prompt, *answer), first_counted=len(prompt))
+
+
+def _asks_again(last: Message, first: Message) -> bool:
+    """Whether two turns that meet are no prompt and its answer; a lone system turn may be one."""
+    asking = ("system", "developer", "user") if last["role"] == "user" else ("system", "developer")
+    return first["role"] in asking
 
 
 def _prompt(value: object) -> tuple[Message, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from outcore.data.json_rows import read_array, read_lines, starts_with_bracket
 from outcore.data.raw_rows import RawBatch, in_batches
 from outcore.data.table_rows import read_parquet, read_saved_dataset
 from outcore.data.text_rows import read_text
+from outcore.errors import StoreError
 
 Kind = Literal["lines", "array", "parquet", "text", "dataset"]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -39,11 +41,13 @@ class Source:
     def read(self, columns: frozenset[str]) -> Iterator[RawBatch]:
         """Yield the rows as a stream; a table gives no other columns than these."""
         if self.kind == "parquet":
-            return read_parquet(self.path, columns)
-        if self.kind == "dataset":
-            return read_saved_dataset(self.path, columns)
-        read = {"lines": read_lines, "array": read_array, "text": read_text}[self.kind]
-        return in_batches(str(self.path), read(self.path))
+            yield from read_parquet(self.path, columns)
+        elif self.kind == "dataset":
+            yield from read_saved_dataset(self.path, columns)
+        else:
+            read = {"lines": read_lines, "array": read_array, "text": read_text}[self.kind]
+            with _clear_errors(self.path):
+                yield from in_batches(str(self.path), read(self.path))
 
 
 def find_sources(paths: Paths) -> tuple[Source, ...]:
@@ -71,8 +75,13 @@ def _sources_at(path: Path) -> Iterator[Source]:
         yield Source(path, "dataset")
     else:
         for file in sorted(path.rglob("*")):
-            if file.suffix.lower() in _SUFFIXES and file.is_file():
+            if file.suffix.lower() in _SUFFIXES and file.is_file() and not _is_hidden(file, path):
                 yield Source(file, _kind(file))
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    """Whether it was not put there to be read: copies that editors keep, such as Jupyter's."""
+    return any(part.startswith(".") for part in file.relative_to(folder).parts)
 
 
 def _known_files() -> str:
@@ -85,17 +94,18 @@ def _kind(path: Path) -> Kind:
         return "parquet"
     if suffix == ".txt":
         return "text"
-    return "array" if suffix == ".json" and starts_with_bracket(path) else "lines"
+    with _clear_errors(path):
+        return "array" if suffix == ".json" and starts_with_bracket(path) else "lines"
 
 
 def fingerprint(sources: Sequence[Source]) -> list[dict[str, Any]]:
-    """Return what changes when a file does: its size, its time, and a hash of both its ends."""
+    """Return what changes when a file does: its size, its times, and a hash of both its ends."""
     return [_fingerprint(path) for source in sources for path in source.files()]
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with _clear_errors(path), path.open("rb") as file:
         status = os.fstat(file.fileno())
         digest.update(file.read(_HASHED_BYTES))
         file.seek(max(0, status.st_size - _HASHED_BYTES))
@@ -104,5 +114,14 @@ def _fingerprint(path: Path) -> dict[str, Any]:
         "path": str(path),
         "size_bytes": status.st_size,
         "modified_ns": status.st_mtime_ns,
+        "changed_ns": status.st_ctime_ns,  # which nobody can set back, as copies do the other
         "ends_sha256": digest.hexdigest(),
     }
+
+
+@contextlib.contextmanager
+def _clear_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}", path=path) from error

@@ -23,7 +23,7 @@ def read_parquet(path: Path, columns: frozenset[str]) -> Iterator[RawBatch]:
     pyarrow = _pyarrow(path)
     parquet = import_module("pyarrow.parquet")
     size = path.stat().st_size
-    done = 0
+    done = num_rows = 0
     try:
         with parquet.ParquetFile(path, memory_map=False, pre_buffer=False) as file:
             num_rows = max(1, file.metadata.num_rows)
@@ -32,7 +32,7 @@ def read_parquet(path: Path, columns: frozenset[str]) -> Iterator[RawBatch]:
                 yield _batch(path, batch, wanted, done, size / num_rows)
                 done += batch.num_rows
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        yield _broken(path, done, error)
+        yield _broken(path, done, num_rows, error)
 
 
 def read_saved_dataset(path: Path, columns: frozenset[str]) -> Iterator[RawBatch]:
@@ -43,7 +43,7 @@ def read_saved_dataset(path: Path, columns: frozenset[str]) -> Iterator[RawBatch
     except ImportError as error:
         raise MissingLibrary(f"{path}: saved datasets need: pip install datasets") from error
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    done = 0
+    done = num_rows = 0
     try:
         dataset = datasets.load_from_disk(str(path), keep_in_memory=False)
         wanted = [name for name in dataset.column_names if name in columns]
@@ -54,7 +54,7 @@ def read_saved_dataset(path: Path, columns: frozenset[str]) -> Iterator[RawBatch
             yield _batch(path, table, wanted, done, size / num_rows)
             done += table.num_rows
     except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-        yield _broken(path, done, error)
+        yield _broken(path, done, num_rows, error)
 
 
 def _pyarrow(path: Path) -> Any:
@@ -79,6 +79,8 @@ def _batch(path: Path, table: Any, wanted: list[str], done: int, row_bytes: floa
     return RawBatch(path=str(path), rows=rows, num_bytes=end - first)
 
 
-def _broken(path: Path, done: int, error: Exception) -> RawBatch:
-    row = RawRow(done + 1, Unreadable(f"cannot be read: {error}"))
+def _broken(path: Path, done: int, num_rows: int, error: Exception) -> RawBatch:
+    """Return one row for all that are lost, and say how many those are."""
+    lost = f", nor can the {num_rows - done - 1:,} rows after it" if num_rows > done + 1 else ""
+    row = RawRow(done + 1, Unreadable(f"cannot be read{lost}: {error}"))
     return RawBatch(path=str(path), rows=(row,), num_bytes=0)

@@ -206,6 +206,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
             sorted(tokenizer.get_vocab().items()),
             {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             [getattr(tokenizer, f"add_{end}_token", None) for end in ("bos", "eos")],
+            bool(getattr(tokenizer, "split_special_tokens", False)),
             tokenizer.chat_template,
         ]
     )

@@ -35,11 +35,19 @@ class Corpus:
 
 
 def make_corpus(
-    settings: TrainSettings, tokenizer: Any, progress: Callable[[Progress], None] | None = None
+    settings: TrainSettings,
+    tokenizer: Any,
+    progress: Callable[[Progress], None] | None = None,
+    *,
+    vocabulary: int | None = None,
 ) -> Corpus:
-    """Tokenise what is not in the cache yet, and arrange it in batches."""
+    """Tokenise what is not in the cache yet, and arrange it in batches.
+
+    vocabulary: how many tokens the model knows; other tokens are refused.
+    """
     assert settings.seq_len is not None
     cache = _tokens(settings, settings.data, tokenizer, progress)
+    _check_vocabulary(cache, vocabulary)
     examples, held_out = None, None
     if settings.held_out:
         examples, held_out = split_held_out(cache, settings.held_out)
@@ -49,13 +57,15 @@ def make_corpus(
         batch_size = max(1, batch_size // 2)
     packing = None if is_pairs else settings.packing
     options = BatchOptions(
-        batch_size=batch_size, seq_len=settings.seq_len, packing=packing, seed=settings.seed
+        batch_size=batch_size,
+        seq_len=settings.seq_len,
+        packing=packing,
+        seed=settings.seed,
+        num_epochs=None if settings.max_steps else settings.epochs or 1.0,
     )
     training = Batches(cache, options, examples=examples)
-    num_steps = settings.max_steps
-    if num_steps is None:
-        sequences = (settings.epochs or 1.0) * training.num_sequences
-        num_steps = max(1, -(-round(sequences) // batch_size))
+    num_steps = settings.max_steps or training.num_batches
+    assert num_steps is not None
     once = BatchOptions(
         batch_size=batch_size,
         seq_len=settings.seq_len,
@@ -67,9 +77,34 @@ def make_corpus(
     if settings.eval_data:
         eval_cache = _tokens(settings, settings.eval_data, tokenizer, progress)
         evaluation = lambda: Batches(eval_cache, once)  # noqa: E731
+        _check_same_kind(cache, eval_cache)
+        _check_vocabulary(eval_cache, vocabulary)
     elif held_out is not None:
         evaluation = lambda: Batches(cache, once, examples=held_out)  # noqa: E731
+    if evaluation is not None:
+        try:
+            evaluation().close()
+        except ValueError as error:  # now, and not when the training is done
+            raise ValueError(f"what is held out cannot be evaluated: {error}") from None
     return Corpus(cache=cache, training=training, evaluation=evaluation, num_steps=num_steps)
+
+
+def _check_same_kind(training: TokenCache, evaluation: TokenCache) -> None:
+    """Pairs have another loss than the rest, and a run has one."""
+    if training.documents_per_example != evaluation.documents_per_example:
+        raise ValueError(
+            f"eval_data has rows of {evaluation.row_format!r}, data has rows of "
+            f"{training.row_format!r}: preference pairs are evaluated on pairs alone"
+        )
+
+
+def _check_vocabulary(cache: TokenCache, vocabulary: int | None) -> None:
+    """A token that only a late batch has would end the run there."""
+    if vocabulary is not None and cache.max_token_id >= vocabulary:
+        raise ValueError(
+            f"the tokenizer gives the id {cache.max_token_id}, and the model knows {vocabulary:,} "
+            "tokens, from 0 on: --tokenizer names the directory of another one"
+        )
 
 
 def _tokens(

@@ -65,6 +65,14 @@ class Display:
             f"tokens; {corpus.num_steps:,} steps of {options.batch_size} × {options.seq_len:,} "
             f"tokens ({corpus.training.fill:.0%} filled)"
         )
+        pieces = corpus.training.pieces
+        if pieces.num_cut or pieces.num_dropped:
+            self.message(
+                f"{pieces.num_cut:,} examples are cut after {options.seq_len:,} tokens; "
+                f"{pieces.num_dropped:,} are left out, with nothing to learn before that"
+            )
+        if cache.report.num_empty_rows:
+            self.message(f"empty and left out: {cache.report.num_empty_rows:,} rows")
         if cache.report.num_bad_rows:
             path, line, why = cache.report.first_bad_rows[0]
             self.message(

@@ -8,18 +8,20 @@ every batch that will come, and kept in a file: no second model is ever in memor
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.nn import functional as F
 
 from outcore.checkpoint.contents import fingerprint
 from outcore.data.batches import Batch, Batches
+from outcore.data.durable_files import replace_file
 from outcore.engine.offload import engine_of
 
 
@@ -32,7 +34,8 @@ class Reference(Protocol):
 def sequence_logps(model: Any, batch: Batch) -> Tensor:
     """Return the summed log-probability of each row's answer, (rows,)."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    logits = model(**inputs, use_cache=False).logits[:, :-1]
+    # In bf16 each token would be rounded to 8 bits, and an answer is the sum of hundreds.
+    logits = model(**inputs, use_cache=False).logits[:, :-1].float()
     target = batch["labels"][:, 1:]
     losses = F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]),
@@ -40,7 +43,7 @@ def sequence_logps(model: Any, batch: Batch) -> Tensor:
         reduction="none",
         ignore_index=-100,
     )
-    return -losses.view(target.shape).float().sum(-1)
+    return -losses.view(target.shape).sum(-1)
 
 
 def dpo_loss(policy: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, Tensor]:
@@ -97,9 +100,7 @@ def precomputed(
                 batch = {k: v.to(device) for k, v in batches.batch(number).items()}
                 found = sequence_logps(model, batch).cpu()
                 rows[number, : len(found)] = found
-        beside = path.with_suffix(".new")
-        save_file({"logps": rows}, beside, metadata=identity)
-        beside.replace(path)
+        replace_file(path, save({"logps": rows}, {**identity, "crc32": _checksum(rows)}))
     return Precomputed(rows)
 
 
@@ -110,22 +111,28 @@ def _read(path: Path, identity: dict[str, str], num_batches: int) -> Tensor | No
         return None
     try:
         with safe_open(path, framework="pt") as file:
-            if file.metadata() != identity:
-                return None
+            metadata = dict(file.metadata() or {})
+        checksum = metadata.pop("crc32", None)
         rows: Tensor = load_file(path)["logps"]
     except (SafetensorError, KeyError):
         return None
-    return rows if len(rows) >= num_batches else None
+    is_whole = metadata == identity and checksum == _checksum(rows)
+    return rows if is_whole and len(rows) >= num_batches else None
+
+
+def _checksum(rows: Tensor) -> str:
+    return str(zlib.crc32(rows.numpy().tobytes()))
 
 
 @contextlib.contextmanager
 def evaluating(model: Any) -> Iterator[None]:
     """Without dropout, and with logits in chunks although nothing is differentiated."""
     engine, was_training = engine_of(model), model.training
+    deferred = engine.always_defers_logits  # an evaluation may ask for its reference within
     model.eval()
     engine.always_defers_logits = True
     try:
         yield
     finally:
-        engine.always_defers_logits = False
+        engine.always_defers_logits = deferred
         model.train(was_training)

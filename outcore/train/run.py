@@ -34,6 +34,7 @@ from outcore.train.figures import StepFigures, TrainResult
 from outcore.train.lagged_loss import LaggedLoss
 from outcore.train.metrics import Metrics, check_tensorboard
 from outcore.train.objective import Objective, objective_for
+from outcore.train.packed_documents import keeps_packed_documents_apart
 from outcore.train.report_page import write_report
 from outcore.train.room import best_bytes, check_room_for_model, model_bytes
 from outcore.train.schedule import LearningRate, warmup_steps
@@ -64,12 +65,20 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
     if settings.seq_len is not None and (warning := too_long(settings.seq_len, longest)):
         display.message(warning)
     settings = with_seq_len(settings, longest)
+    if settings.packing and not keeps_packed_documents_apart(config):
+        display.message(
+            f"no packing: in transformers, a model of the type {config.model_type} lets packed "
+            "documents see each other"
+        )
+        settings = replace(settings, packing=False)
     tokenizer = subject.load_tokenizer(settings)
     find_sources([*settings.data, *settings.eval_data])  # or a mistyped name leaves a folder behind
+    _check_apart(settings)
     is_new = not Path(settings.output).exists()
     folder = _folder(settings)
     try:
-        corpus = make_corpus(settings, tokenizer, display.tokenising)
+        vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+        corpus = make_corpus(settings, tokenizer, display.tokenising, vocabulary=vocabulary)
     except BaseException:
         folder.close()
         if is_new:
@@ -108,6 +117,22 @@ def _other_step_size(settings: TrainSettings, sequences: int, *, is_pairs: bool)
         f"{'pairs of ' if is_pairs else ''}sequences of {seq_len:,}; --tokens-per-step "
         f"{' or '.join(map(str, nearest))} would be exact"
     )
+
+
+def _check_apart(settings: TrainSettings) -> None:
+    """Refuse to write among the data: what the run writes would be data when it is resumed."""
+    written = {"output": settings.output, "cache-dir": settings.cache_dir}
+    for data in (*settings.data, *settings.eval_data):
+        for option, place in written.items():
+            if place and Path(data).is_dir() and _is_below(Path(place), Path(data)):
+                raise ValueError(
+                    f"{place} lies in {data}, of which every file is training data: name another "
+                    f"--{option}"
+                )
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    return path.resolve().is_relative_to(folder.resolve())
 
 
 def _folder(settings: TrainSettings) -> CheckpointFolder:
@@ -174,6 +199,7 @@ class _Run:
         self.objective: Objective
         self.checkpoints: AsyncCheckpoints | None = None
         self.step = 0
+        self.step_tokens = 0  # of the last step: that of the last epoch's end may be smaller
         self.saved_step: int | None = None
         self.best: float | None = None
         self.measurement: Measurement | None = None
@@ -272,6 +298,7 @@ class _Run:
         before_s = time.perf_counter()
         batch = next(self.corpus.training)
         waited_s = time.perf_counter() - before_s
+        self.step_tokens = batch["input_ids"].numel()
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr.at(self.step)
         device = engine_of(self.model).device
@@ -365,7 +392,7 @@ class _Told:
         run, now_s = self._run, time.perf_counter()
         step_s, self._before_s = now_s - self._before_s, now_s
         options = run.corpus.training.options
-        tokens = options.batch_size * options.seq_len * run.corpus.cache.documents_per_example
+        whole = options.batch_size * options.seq_len * run.corpus.cache.documents_per_example
         self._pending = StepFigures(
             step=run.step,
             num_steps=run.corpus.num_steps,
@@ -373,8 +400,8 @@ class _Told:
             grad_norm=run.optimizer.grad_norm,
             lr=run.lr.at(run.step - 1),
             step_s=step_s,
-            tokens_per_s=tokens / step_s,
-            tflops=run.flops / step_s / 1e12,
+            tokens_per_s=run.step_tokens / step_s,
+            tflops=run.flops * run.step_tokens / whole / step_s / 1e12,
             data_wait_s=waited_s,
             epoch=run.corpus.training.epoch,
         )

@@ -86,7 +86,7 @@ def test_packed_batches_hold_every_token_once(
         assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
         for ids, labels in pieces_in(batch):
             if all(label == -100 for label in labels) and set(ids) == {0}:
-                continue  # padding, or the end token in a piece by itself
+                continue  # padding
             assert labels == [-100, *ids[1:]]
             found.append(ids)
     expected = [
@@ -95,7 +95,16 @@ def test_packed_batches_hold_every_token_once(
         for start in range(0, len(ids), seq_len)
         if too_long == "split" or start == 0
     ]
-    assert sorted(found) == sorted(piece for piece in expected if piece != [0])
+    # Of a token in a piece by itself nothing can be learned.
+    assert sorted(found) == sorted(piece for piece in expected if len(piece) > 1)
+
+
+@settings(deadline=None)
+@given(seq_len=st.integers(2, 40), packing=st.booleans())
+def test_no_sequence_is_without_labels(cache: TokenCache, seq_len: int, packing: bool) -> None:
+    """A step on such sequences alone would have a loss of 0 / 0."""
+    for batch in all_batches(cache, batch_size=1, seq_len=seq_len, packing=packing):
+        assert int((batch["labels"][:, 1:] != -100).sum()) > 0
 
 
 def test_padding_is_one_piece_at_the_end(cache: TokenCache) -> None:
@@ -187,6 +196,14 @@ def test_the_last_batch(cache: TokenCache) -> None:
             cache, batch_size=5, num_epochs=num_epochs, packing=False, drop_last=True
         )
         assert [len(batch["input_ids"]) for batch in dropped] == sizes[:-1]
+
+
+def test_a_part_of_an_epoch(cache: TokenCache) -> None:
+    whole = sequences_of(all_batches(cache, packing=False))
+    for part in (0.001, 0.5, 1.5):
+        found = sequences_of(all_batches(cache, packing=False, num_epochs=part))
+        assert len(found) == max(1, round(part * NUM_DOCUMENTS))
+        assert found[: len(whole)] == whole[: len(found)]
 
 
 def test_a_batch_larger_than_an_epoch(pairs: TokenCache) -> None:
@@ -309,7 +326,7 @@ def test_pairs_are_not_packed(pairs: TokenCache) -> None:
 
 def test_a_pair_goes_as_a_whole(tmp_path: Path, make_cache: Any) -> None:
     """One side's answer comes after another long turn, so that it is cut off."""
-    late = [{"role": "user", "content": "wait " * 20}, {"role": "assistant", "content": "bad"}]
+    late = [{"role": "tool", "content": "wait " * 20}, {"role": "assistant", "content": "bad"}]
     rows = [
         {"prompt": "one", "chosen": "good", "rejected": "bad"},
         {"prompt": "two", "chosen": "good", "rejected": late},

@@ -71,6 +71,32 @@ def test_by_prefixes(tokenizer: Any) -> None:
     assert text == PREFIXES.apply_chat_template(list(TALK), tokenize=False)
 
 
+@pytest.mark.parametrize("said", ["hello", "a b", "  a", ""])
+def test_an_answer_before_any_question(said: str) -> None:
+    """The template's own system turn, and what announces the answer, are no part of it."""
+    system = "<|im_start|>system\nbe good<|im_end|>\n"
+    greeting = ({"role": "assistant", "content": said}, *TALK)
+    for start in ("", system):
+        text, answers = split_up(make_tokenizer(start + CHATML), Chat(greeting))
+        assert text.startswith(f"{start}<|im_start|>assistant\n{said}<|im_end|>")
+        assert answers[0] == f"{said}<|im_end|>\n"
+        assert len(answers) == 3
+
+
+def test_a_prompt_that_begins_thoughts_which_answers_leave_out() -> None:
+    """As with DeepSeek R1: the prompt is no part of the finished chat."""
+    starts_thinking = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    text, answers = split_up(make_tokenizer(starts_thinking), Chat(TALK))
+    assert "think" not in text
+    assert answers == ["hello<|im_end|>\n", "the mat 🎉<|im_end|>\n"]
+    thoughts = "{{ '[' + message['thoughts'] + ']' if message['thoughts'] else '' }}"
+    shown = starts_thinking.replace(
+        "{{ message['content'] }}", thoughts + "{{ message['content'] }}"
+    )
+    thoughtful = (*TALK[:3], {**TALK[3], "thoughts": "on what"})
+    assert split_up(make_tokenizer(shown), Chat(thoughtful))[1][-1].startswith("[on what]the mat")
+
+
 def test_without_a_template() -> None:
     text, answers = split_up(PLAIN, Chat(TALK))
     assert text == "hi the cat\nhello<|end|>and on\nthe mat 🎉<|end|>"
@@ -133,8 +159,9 @@ def test_tokens_whose_spaces_were_cut_off() -> None:
 def test_a_template_that_rewrites_earlier_turns(tmp_path: Path, make_cache: Any) -> None:
     tokenizer = make_tokenizer(FORGETFUL)
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": list(TALK)}])
+    message = r"a\.jsonl, line 1: .*turn 2 of 4 .*generation.*'last-answer'"
     for on_bad_row in ("raise", "skip"):  # a matter of the template, not of a row
-        with pytest.raises(UnsupportedTemplate, match=r"turn 2 of 4 .*generation.*'last-answer'"):
+        with pytest.raises(UnsupportedTemplate, match=message):
             make_cache(path, using=tokenizer, on_bad_row=on_bad_row)
     cache = make_cache(path, using=tokenizer, loss_on="last-answer")
     assert counted(cache, tokenizer) == ["<think></think>the mat 🎉<|im_end|>\n"]

@@ -73,6 +73,25 @@ def test_pairs_as_text_or_as_messages(prompt: Any, answer: Any) -> None:
     assert example_of(row, "preference") == Pair(EXPECTED, EXPECTED)
 
 
+SYSTEM = {"role": "system", "content": "be good"}
+OTHER = {"role": "assistant", "content": "go away"}
+
+
+@pytest.mark.parametrize("before", [(), (USER,), (SYSTEM, USER), (USER, ANSWER, USER)])
+@pytest.mark.parametrize("prompt", [None, "hi", "all of it"])
+def test_pairs_of_whole_chats(before: Any, prompt: Any) -> None:
+    row: dict[str, Any] = {"chosen": [*before, ANSWER], "rejected": [*before, OTHER]}
+    if prompt == "all of it" and before:
+        row["prompt"] = list(before)
+    elif prompt == "hi" and before:
+        row["prompt"] = prompt  # the last turn of the prompt alone
+    assert find_row_format(row) == "preference"
+    first = len(before)
+    assert example_of(row, "preference") == Pair(
+        Chat((*before, ANSWER), first_counted=first), Chat((*before, OTHER), first_counted=first)
+    )
+
+
 def test_nulls_that_a_table_puts_into_messages() -> None:
     row = {"messages": [{**USER, "tool_calls": None}, {**ANSWER, "name": None}]}
     assert example_of(row, "messages") == Chat((USER, ANSWER))
@@ -102,6 +121,15 @@ BAD = {
     "chosen without an answer": (
         {"prompt": "hi", "chosen": [USER], "rejected": "a"},
         "chosen has no turn of the assistant after the prompt",
+    ),
+    "pairs of text without a prompt": ({"chosen": "a", "rejected": "b"}, "has no prompt"),
+    "an answer that asks something else": (
+        {"prompt": "hi", "completion": [{**USER, "content": "hi "}, ANSWER]},
+        "starts with a turn of the user",
+    ),
+    "an answer that begins with another system": (
+        {"prompt": "hi", "chosen": [{"role": "system", "content": ""}, ANSWER], "rejected": "b"},
+        "starts with a turn of the system",
     ),
     "rejected is a number": ({"prompt": "hi", "chosen": "a", "rejected": 1}, "rejected must be"),
 }
@@ -150,3 +178,20 @@ def test_a_parquet_file_of_chats(tmp_path: Path, make_cache: Any) -> None:
     tokenizer = make_tokenizer(CHATML)
     cache = make_cache(tmp_path / "a.parquet", using=tokenizer)
     assert counted(cache, tokenizer) == ["hello<|im_end|>\n", "bye<|im_end|>\n"]
+
+
+def test_a_table_of_calls_says_what_lines_of_json_say(tmp_path: Path, make_cache: Any) -> None:
+    """Each tool has arguments of its own, and a table has a column for all of them."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [
+        {"messages": [USER, {**ANSWER, "tool_calls": [{"arguments": {name: "x"}}]}]}
+        for name in ("city", "query")
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    calls = "{{ message['tool_calls'] | tojson if message['tool_calls'] else '' }}"
+    tokenizer = make_tokenizer(CHATML.replace("<|im_end|>", f"{calls}<|im_end|>"))
+    table = make_cache(tmp_path / "a.parquet", using=tokenizer)
+    lines = make_cache(write_jsonl(tmp_path / "a.jsonl", rows), using=tokenizer)
+    assert texts(table, tokenizer) == texts(lines, tokenizer)
+    assert '{"city": "x"}' in texts(table, tokenizer)[0]

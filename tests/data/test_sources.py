@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from outcore.data.raw_rows import Unreadable
 from outcore.data.sources import find_sources
 from outcore.data.text_rows import read_text
 from outcore.data.tokenize import tokenize
-from outcore.errors import BadRow, MissingLibrary
+from outcore.errors import BadRow, MissingLibrary, StoreError
 
 ROWS = [{"text": "the cat", "n": 1}, {"text": "naïve 🎉\nmat"}, {"text": "hello \u2028 world"}]
 DOCUMENTS = [row["text"] + "<|end|>" for row in ROWS]  # type: ignore[operator]
@@ -103,6 +104,33 @@ def test_a_long_text_file_is_one_document(
     cache = make_cache(tmp_path / "a.txt")
     assert texts(cache, tokenizer) == [text + "<|end|>"]
     assert cache.first_counted.tolist() == [1]
+
+
+def test_hidden_files_of_a_directory_are_not_read(
+    tmp_path: Path, make_cache: Any, tokenizer: Any
+) -> None:
+    folder = tmp_path / "rows"
+    for name in ("a.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl", "b/._a.jsonl", "b/c.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(folder / name, [{"text": name}])
+    assert texts(make_cache(folder), tokenizer) == ["a.jsonl<|end|>", "b/c.jsonl<|end|>"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.parquet"])
+def test_a_file_that_the_disk_cannot_read_is_named(
+    tmp_path: Path, make_cache: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = write_jsonl(tmp_path / name, [{"text": "hi"}])
+    opened = Path.open
+
+    def fails(self: Path, *args: Any) -> Any:
+        if self == path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return opened(self, *args)
+
+    monkeypatch.setattr(Path, "open", fails)
+    with pytest.raises(StoreError, match=f"{name} cannot be read: Permission denied"):
+        make_cache(path)
 
 
 def test_several_files_in_the_order_given(tmp_path: Path, tokenizer: Any) -> None:
@@ -315,6 +343,22 @@ def test_a_damaged_parquet_file(tmp_path: Path, make_cache: Any) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(BadRow, match="cannot be read"):
         make_cache(path)
+
+
+def test_rows_behind_the_damage_of_a_parquet_file_are_told(tmp_path: Path, make_cache: Any) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": [f"the cat {n}" for n in range(1000)]})
+    parquet.write_table(table, path, row_group_size=500, compression="snappy", use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    start = parquet.read_metadata(path).row_group(1).column(0).data_page_offset
+    data[start : start + 64] = b"\xff" * 64
+    path.write_bytes(data)
+    cache = make_cache(path, on_bad_row="skip")
+    (_, line, why), *_ = cache.report.first_bad_rows
+    assert line == cache.num_examples + 1
+    assert f"nor can the {1000 - line} rows after it" in why
 
 
 def test_bad_rows_of_a_table(tmp_path: Path, make_cache: Any) -> None:

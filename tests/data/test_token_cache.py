@@ -118,6 +118,19 @@ def test_the_same_bytes_at_another_time_are_read_again(
     assert counter.num_built == 2
 
 
+def test_a_change_in_the_middle_that_keeps_the_time_is_noticed(
+    tmp_path: Path, make_cache: Any
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"the cat {n:06}"} for n in range(10_000)])
+    before = make_cache(path).checksum
+    status = path.stat()
+    data = path.read_bytes()
+    assert len(data) > 3 * (64 << 10)
+    path.write_bytes(data.replace(b"005000", b"005001"))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert make_cache(path).checksum != before
+
+
 def test_another_tokenizer_or_option_has_its_own_cache(tmp_path: Path, make_cache: Any) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": chat("hi", "you")}])
     make_cache(path)
@@ -127,6 +140,14 @@ def test_another_tokenizer_or_option_has_its_own_cache(tmp_path: Path, make_cach
     assert len(list((tmp_path / "cache").iterdir())) == 4
     make_cache(path, using=make_tokenizer(CHATML))  # made anew, and the same
     assert len(list((tmp_path / "cache").iterdir())) == 4
+
+
+def test_special_tokens_that_are_split_are_other_tokens(tmp_path: Path, make_cache: Any) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "cat<|im_end|>cat"}])
+    tokenizer = make_tokenizer()
+    whole = make_cache(path, using=tokenizer)
+    tokenizer.split_special_tokens = True
+    assert make_cache(path, using=tokenizer).num_tokens > whole.num_tokens
 
 
 def test_padding_and_truncation_of_earlier_calls_change_nothing(
@@ -328,7 +349,7 @@ class FailingCalls:
 @pytest.mark.parametrize(
     ("name", "code", "says"),
     [
-        ("write", errno.ENOSPC, "the disk is full .*cache_dir"),
+        ("write", errno.ENOSPC, "the disk is full .*another directory"),
         ("write", errno.EIO, "cannot be written"),
         ("sync", errno.EIO, "cannot be written"),
         ("sync", errno.ENOSPC, "the disk is full"),

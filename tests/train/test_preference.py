@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from pathlib import Path
 
@@ -14,9 +15,12 @@ from train_files import WORDS, Files
 from transformers import AutoModelForCausalLM
 
 import outcore
+from outcore.data import durable_files
+from outcore.engine.offload import engine_of
+from outcore.errors import StoreError
 from outcore.train.display import Display
 from outcore.train.metrics import read_metrics
-from outcore.train.preference import dpo_loss, sequence_logps
+from outcore.train.preference import dpo_loss, evaluating, sequence_logps
 from outcore.train.run import train
 
 
@@ -103,6 +107,28 @@ def test_a_model_comes_to_prefer_what_was_chosen(files: Files, pairs: Path, lora
     assert (Path(settings.output) / "reference.safetensors").exists() is not lora
 
 
+def test_log_probabilities_of_bf16_are_not_rounded_to_it(files: Files) -> None:
+    torch.manual_seed(1)
+    ids = torch.randint(3, 60, (2, 60))
+    model = AutoModelForCausalLM.from_pretrained(files.model, dtype=torch.bfloat16).eval()
+    logps = F.log_softmax(model(input_ids=ids).logits[:, :-1].double(), -1)
+    expected = logps.gather(-1, ids[:, 1:, None])[..., 0].sum(-1)
+    with torch.no_grad():
+        found = sequence_logps(model, {"input_ids": ids, "labels": ids})
+    assert torch.allclose(found.double(), expected, rtol=1e-6)
+
+
+def test_an_evaluation_that_asks_for_its_reference_goes_on_as_it_was(files: Files) -> None:
+    model = outcore.load(files.model, device="cpu", weights="host", state="host").train()
+    with evaluating(model):
+        with evaluating(model):
+            pass
+        assert engine_of(model).always_defers_logits
+        assert not model.training
+    assert not engine_of(model).always_defers_logits
+    assert model.training
+
+
 def test_a_stopped_run_keeps_its_reference(files: Files, pairs: Path) -> None:
     quiet = Display(Console(quiet=True))
     whole = files.settings("whole", data=(str(pairs),), schedule="constant")
@@ -133,3 +159,34 @@ def test_the_reference_of_another_model_is_not_used(files: Files, pairs: Path) -
     first = files.settings("first", data=(str(pairs),), max_steps=1, keep=0)
     train(first, quiet)
     assert losses(settings.output) == losses(first.output)
+
+
+def test_a_reference_that_was_damaged_is_made_again(files: Files, pairs: Path) -> None:
+    quiet = Display(Console(quiet=True))
+    changes: dict[str, object] = {"data": (str(pairs),), "schedule": "constant"}
+    whole = files.settings("whole", **changes)
+    train(whole, quiet)
+    train(files.settings("cut", save_every=3, **changes), quiet)
+    newest = files.folder / "cut" / "checkpoints" / "step-000000006"
+    newest.rename(newest.with_name("away"))  # as if it had been stopped after step 3
+    reference = files.folder / "cut" / "reference.safetensors"
+    data = bytearray(reference.read_bytes())
+    data[-2] ^= 0x40
+    reference.write_bytes(data)
+    cut = files.settings("cut", resume=True, **changes)
+    train(cut, quiet)
+    assert losses(whole.output) == losses(cut.output)
+
+
+def test_a_full_disk_is_told_of_a_reference(
+    files: Files, pairs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quiet = Display(Console(quiet=True))
+    train(files.settings("first", data=(str(pairs),), max_steps=1), quiet)  # makes the cache
+
+    def full(fd: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(durable_files, "write", full)
+    with pytest.raises(StoreError, match=r"reference\.safetensors.*the disk is full"):
+        train(files.settings(data=(str(pairs),), max_steps=1), quiet)

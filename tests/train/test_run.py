@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,21 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from tokenizers_made_here import chat, write_jsonl
 from train_files import Files, write_chats, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outcore
 from outcore.checkpoint import calls, run_state
 from outcore.checkpoint.contents import checkpoint_bytes
+from outcore.data.batches import Batch
 from outcore.errors import BadRow, DoesNotFit, StoreError
 from outcore.planning.plan import Job, Plan
 from outcore.train import run as run_module
 from outcore.train.display import Display, LiveDisplay
 from outcore.train.figures import TrainResult
 from outcore.train.metrics import read_metrics
+from outcore.train.objective import NextToken
 from outcore.train.room import model_bytes
 from outcore.train.run import train
 from outcore.train.settings import TrainSettings
@@ -96,6 +100,22 @@ def test_the_held_out_loss_is_the_mean_over_tokens(files: Files) -> None:
     many = train(files.settings("many", max_steps=1, held_out=0.2, lr=0.0), quiet())
     one = files.settings("one", max_steps=1, held_out=0.2, lr=0.0, tokens_per_step=64)
     assert train(one, quiet()).eval_loss == pytest.approx(many.eval_loss, rel=1e-5)
+
+
+def test_what_cannot_be_evaluated_is_refused_before_training(files: Files) -> None:
+    """Afterwards nothing would be left of the run."""
+    long = write_jsonl(files.folder / "long.jsonl", [{"messages": chat("hello " * 99, "x")}])
+    rows = [{"prompt": "the cat", "chosen": "sat", "rejected": "mat"}] * 4
+    pairs = write_jsonl(files.folder / "pairs.jsonl", rows)
+    for data, eval_data, told in (
+        (files.data, long, "what is held out .* nothing to learn"),
+        (files.data, pairs, "'preference', data has rows of 'messages'"),
+        (pairs, files.data, "'messages', data has rows of 'preference'"),
+    ):
+        settings = files.settings(data=(str(data),), eval_data=(str(eval_data),), keep=0)
+        with pytest.raises(ValueError, match=told):
+            train(settings, quiet())
+        assert not read_metrics(Path(settings.output))
 
 
 def test_packed_documents_do_not_see_each_other_when_held_out(files: Files) -> None:
@@ -226,6 +246,29 @@ def test_data_that_is_not_there_leaves_nothing_behind(files: Files) -> None:
     assert not Path(settings.output).exists()
 
 
+@pytest.mark.parametrize("option", ["output", "cache_dir"])
+def test_nothing_is_written_among_the_data(files: Files, option: str) -> None:
+    """It would be data itself when the run goes on."""
+    folder = files.folder / "rows"
+    folder.mkdir()
+    write_chats(folder / "a.jsonl", 8)
+    inside = {option: str(folder / "out")}
+    with pytest.raises(ValueError, match=f"of which every file .* --{option.replace('_', '-')}"):
+        train(files.settings(data=(str(folder),), **inside), quiet())
+    assert [path.name for path in folder.iterdir()] == ["a.jsonl"]
+
+
+def test_tokens_that_the_model_does_not_know_are_refused_first(files: Files) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(files.model)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(files.folder / "tokenizer")
+    rows = [{"messages": chat("hi", "hello")}] * 50 + [{"messages": chat("hi", "<new>")}]
+    data = write_jsonl(files.folder / "new.jsonl", rows)
+    settings = files.settings(tokenizer=str(files.folder / "tokenizer"), data=(str(data),))
+    with pytest.raises(ValueError, match="gives the id 300, and the model knows 300 tokens"):
+        train(settings, quiet())
+
+
 def test_a_row_that_was_left_out_is_named(files: Files, tmp_path: Path) -> None:
     rows = Path(files.settings().data[0]).read_text().splitlines()
     rows.insert(6, '{"messages": ')
@@ -349,6 +392,42 @@ def test_texts_and_epochs(files: Files) -> None:
     settings = files.settings(data=(str(text),), max_steps=None, epochs=2)
     result = train(settings, quiet())
     assert result.num_steps == result.step > 2
+
+
+@pytest.mark.parametrize("epochs", [None, 2, 0.5])
+def test_an_epoch_has_every_row_once(
+    files: Files, monkeypatch: pytest.MonkeyPatch, epochs: float | None
+) -> None:
+    """Also where a step is larger than all of the data, or does not divide it."""
+    seen: list[Batch] = []
+    loss = NextToken.loss
+
+    def watched(self: NextToken, model: Any, batch: Batch, number: int) -> torch.Tensor:
+        seen.append(batch)
+        return loss(self, model, batch, number)
+
+    monkeypatch.setattr(NextToken, "loss", watched)
+    settings = files.settings(
+        max_steps=None, epochs=epochs, tokens_per_step=48 * 64, packing=False, lr=0.0
+    )
+    result = train(settings, quiet())
+    rows = [tuple(row) for batch in seen for row in batch["input_ids"].tolist()]
+    assert len(rows) == round(200 * (epochs or 1))
+    times = Counter(rows[:200])
+    assert set(times.values()) <= {1, 2}  # of 200 random rows, a few may be alike
+    assert result.step == -(-len(rows) // 48)
+    lines = read_metrics(Path(settings.output))
+    tokens = [line["tokens_per_s"] * line["step_s"] for line in lines]
+    assert tokens == pytest.approx([batch["input_ids"].numel() for batch in seen])
+
+
+def test_rows_that_are_too_long_are_told(files: Files) -> None:
+    rows = [{"messages": chat("hello " * 99, "x")}] * 3 + [{"messages": chat("x", "cat " * 99)}] * 2
+    long = write_jsonl(files.folder / "long.jsonl", rows)
+    told = io.StringIO()
+    settings = files.settings(data=(str(files.data), str(long)), max_steps=1)
+    train(settings, Display(Console(file=told, width=200)))
+    assert "2 examples are cut after 64 tokens; 3 are left out" in told.getvalue()
 
 
 def test_a_malformed_row_is_named(files: Files) -> None:
