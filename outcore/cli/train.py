@@ -313,10 +313,14 @@ def _demo(console: Console, json_file: str | None, given: dict[str, Any]) -> Non
     """Teach addition, and ask for sums that were held out before and after."""
     import torch
 
+    from outcore.named_device import named_device
     from outcore.train import demo
     from outcore.units import format_bytes
 
-    device = given.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = str(named_device(given.get("device")))
+    except ValueError as error:
+        stop(str(error))
     if device == "cpu":  # products this small lose more to idle threads than they gain
         torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="outcore-demo-") as folder:

@@ -24,6 +24,7 @@ from outcore.engine.offload import engine_of
 from outcore.engine.run_record import RunRecord
 from outcore.errors import StoreError
 from outcore.model_config import longest_sequence, too_long
+from outcore.named_device import named_device
 from outcore.planning.plan import Plan
 from outcore.planning.side_by_side import Measurement
 from outcore.train import subject
@@ -54,7 +55,7 @@ def train(settings: TrainSettings, display: Display) -> TrainResult:
 
 
 def _trained(settings: TrainSettings, display: Display) -> TrainResult:
-    subject.check_device(settings)
+    named_device(settings.device)  # or what follows was done for nothing
     subject.check_disk(settings)
     check_tensorboard(settings.tensorboard)
     settings = subject.resolved(settings)

@@ -92,6 +92,7 @@ def test_a_yaml_file_with_an_option_over_it(job: Demo, tmp_path: Path) -> None:
         (["--model", "x", "--data", "y", "--output", "z"], "neither a Hugging Face directory"),
         (["--model", "smollm2-135m", "--data", "y", "--output", "z"], "--tokenizer"),
         (["--config", "/nowhere.yaml"], "nowhere.yaml"),
+        (["--device", "tpu"], "device is neither cuda nor cpu: 'tpu'"),
         (["--model", "x", "--data", "y", "--output", "z", "--schedule", "cubic"], "cosine"),
     ],
 )
@@ -125,7 +126,7 @@ def test_data_that_is_not_there(job: Demo, tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--tokenizer", "nowhere"], "error: nowhere is no directory: --tokenizer names that of a"),
-        (["--device", "cpu:x"], "error: device must be cuda or cpu, not 'cpu:x'"),
+        (["--device", "cpu:x"], "error: device is neither cuda nor cpu: 'cpu:x'"),
         (["--disk", "nowhere:1GiB"], "error: disk nowhere is no directory; make it, or name"),
         (["--cache-dir", "file"], "file cannot be made: File exists\n"),
         (["--output", "file"], "error: file is a file: name another --output"),
