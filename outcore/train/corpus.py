@@ -13,6 +13,7 @@ from outcore.data.split import split_held_out
 from outcore.data.token_cache import TokenCache
 from outcore.data.tokenize import Progress, tokenize
 from outcore.train.settings import TrainSettings
+from outcore.train.vocabulary import check_vocabulary
 
 CACHE_FOLDER = "tokens"
 
@@ -35,11 +36,18 @@ class Corpus:
 
 
 def make_corpus(
-    settings: TrainSettings, tokenizer: Any, progress: Callable[[Progress], None] | None = None
+    settings: TrainSettings,
+    tokenizer: Any,
+    vocabulary_size: int | None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Corpus:
-    """Tokenise what is not in the cache yet, and arrange it in batches."""
+    """Tokenise what is not in the cache yet, and arrange it in batches.
+
+    vocabulary_size: how many tokens the model knows; others are refused.
+    """
     assert settings.seq_len is not None
     cache = _tokens(settings, settings.data, tokenizer, progress)
+    check_vocabulary(cache, tokenizer, vocabulary_size)
     examples, held_out = None, None
     if settings.held_out:
         examples, held_out = split_held_out(cache, settings.held_out)
@@ -66,10 +74,27 @@ def make_corpus(
     evaluation: Callable[[], Batches] | None = None
     if settings.eval_data:
         eval_cache = _tokens(settings, settings.eval_data, tokenizer, progress)
+        check_vocabulary(eval_cache, tokenizer, vocabulary_size)
+        if eval_cache.documents_per_example != cache.documents_per_example:
+            raise ValueError(
+                f"data holds rows of {cache.row_format}, eval_data of {eval_cache.row_format}: "
+                "either both are preference pairs, or none"
+            )
         evaluation = lambda: Batches(eval_cache, once)  # noqa: E731
     elif held_out is not None:
         evaluation = lambda: Batches(cache, once, examples=held_out)  # noqa: E731
+    if evaluation is not None:
+        _check_evaluation(evaluation, settings)
     return Corpus(cache=cache, training=training, evaluation=evaluation, num_steps=num_steps)
+
+
+def _check_evaluation(evaluation: Callable[[], Batches], settings: TrainSettings) -> None:
+    """Refuse, before training starts, what could not be evaluated after it."""
+    name = "eval_data" if settings.eval_data else "held_out"
+    try:
+        evaluation().close()
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _tokens(

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from outcore.checkpoint.contents import fingerprint
 from outcore.data.batches import Batch, Batches
 from outcore.engine.offload import engine_of
+from outcore.train.output_directory import writing
 
 
 class Reference(Protocol):
@@ -98,8 +99,9 @@ def precomputed(
                 found = sequence_logps(model, batch).cpu()
                 rows[number, : len(found)] = found
         beside = path.with_suffix(".new")
-        save_file({"logps": rows}, beside, metadata=identity)
-        beside.replace(path)
+        with writing(path):
+            save_file({"logps": rows}, beside, metadata=identity)
+            beside.replace(path)
     return Precomputed(rows)
 
 
