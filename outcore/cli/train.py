@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -302,11 +303,16 @@ def _describe(result: TrainResult) -> dict[str, Any]:
         "step": result.step,
         "num_steps": result.num_steps,
         "stopped_by": result.stopped_by,
-        "loss": result.loss,
-        "eval_loss": result.eval_loss,
+        "loss": _finite(result.loss),
+        "eval_loss": _finite(result.eval_loss),
         "seconds": result.seconds,
         "tiers": [asdict(tier) for tier in result.tiers],
     }
+
+
+def _finite(loss: float | None) -> float | None:
+    """JSON has no word for the loss of a step that was skipped."""
+    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def _demo(console: Console, json_file: str | None, given: dict[str, Any]) -> None:
