@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -191,6 +192,20 @@ def test_the_best_of_a_killed_run_is_known_to_the_one_that_goes_on(
     train(replace(settings, resume=True), quiet())
     assert seen == [True, True]  # 1.5 is not better than 1.0
     assert best_steps(settings.output) == [6]
+
+
+def test_the_best_checkpoint_becomes_a_model(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = files.settings(max_steps=4, held_out=0.2, eval_every=1, lr=0.1, warmup=0)
+    train(settings, quiet())
+    lines = [line for line in read_metrics(Path(settings.output)) if line["kind"] == "eval"]
+    best = min(lines, key=lambda line: line["loss"])
+    assert best_steps(settings.output) == [best["step"]]
+    alone = replace(settings, output=str(files.folder / "best"), max_steps=best["step"])
+    copied = Path(alone.output) / "checkpoints"
+    shutil.copytree(Path(settings.output) / "checkpoints" / "best", copied)
+    monkeypatch.setattr(run_module._Run, "_take_step", lambda self: pytest.fail("a step was taken"))
+    assert train(replace(alone, resume=True), quiet()).eval_loss == best["loss"]
+    assert load_file(Path(alone.output) / "model.safetensors")
 
 
 def test_a_better_one_of_an_earlier_step_takes_the_place_of_a_later_one(tmp_path: Path) -> None:
