@@ -38,12 +38,13 @@ class Corpus:
 def make_corpus(
     settings: TrainSettings,
     tokenizer: Any,
-    vocabulary_size: int | None,
     progress: Callable[[Progress], None] | None = None,
+    *,
+    vocabulary_size: int | None = None,
 ) -> Corpus:
     """Tokenise what is not in the cache yet, and arrange it in batches.
 
-    vocabulary_size: how many tokens the model knows; others are refused.
+    vocabulary_size: how many tokens the model knows, others are refused; None does not look.
     """
     assert settings.seq_len is not None
     cache = _tokens(settings, settings.data, tokenizer, progress)

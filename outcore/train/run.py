@@ -71,7 +71,9 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
     is_new = not Path(settings.output).exists()
     folder = checkpoints_in(settings)
     try:
-        corpus = make_corpus(settings, tokenizer, vocabulary_size(config), display.tokenising)
+        corpus = make_corpus(
+            settings, tokenizer, display.tokenising, vocabulary_size=vocabulary_size(config)
+        )
     except BaseException:
         folder.close()
         if is_new:

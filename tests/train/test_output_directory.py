@@ -80,7 +80,7 @@ def test_a_directory_that_cannot_be_written_is_refused_first(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refused)
-    monkeypatch.setattr(run_module, "make_corpus", lambda *_: pytest.fail("data was read"))
+    monkeypatch.setattr(run_module, "make_corpus", lambda *_, **__: pytest.fail("data was read"))
     settings = files.settings()
     with pytest.raises(ValueError, match="cannot be written to: Read-only file system; name"):
         train(settings, quiet())
