@@ -56,6 +56,12 @@ def longest_sequence(config: Any) -> int | None:
     return longest if isinstance(longest, int) and longest > 0 else None
 
 
+def vocabulary_size(config: Any) -> int | None:
+    """Return how many tokens the model knows, where its configuration says so."""
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    return size if isinstance(size, int) and size > 0 else None
+
+
 def too_long(seq_len: int, longest: int | None) -> str | None:
     """Return the words for sequences that are longer than the model was made for."""
     if longest is None or seq_len <= longest:

@@ -35,7 +35,7 @@ FLOORS = (
     ("blocks", "shapes", "adapters"),
     ("store.memory_limits", "memory_limits"),
     ("data",),
-    ("units", "timeline", "random_state", "determinism", "fitting_table"),
+    ("units", "timeline", "random_state", "determinism", "fitting_table", "named_device"),
     ("errors",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -132,6 +132,10 @@ class CheckpointFolder:
             whys = "; ".join(why for _, why in problems)
             raise StoreError(f"no checkpoint can be used: {whys}", path=self.path)
 
+    def give_up_after(self, step: int) -> None:
+        """Let the next commit remove what is of later steps, which would pass for newer."""
+        self._given_up |= {name for of, _, name in self._committed() if of > step}
+
     def close(self) -> None:
         """Let another process write here."""
         if self._lock_fd is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -302,21 +303,30 @@ def _describe(result: TrainResult) -> dict[str, Any]:
         "step": result.step,
         "num_steps": result.num_steps,
         "stopped_by": result.stopped_by,
-        "loss": result.loss,
-        "eval_loss": result.eval_loss,
+        "loss": _finite(result.loss),
+        "eval_loss": _finite(result.eval_loss),
         "seconds": result.seconds,
         "tiers": [asdict(tier) for tier in result.tiers],
     }
+
+
+def _finite(loss: float | None) -> float | None:
+    """JSON has no word for the loss of a step that was skipped."""
+    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def _demo(console: Console, json_file: str | None, given: dict[str, Any]) -> None:
     """Teach addition, and ask for sums that were held out before and after."""
     import torch
 
+    from outcore.named_device import named_device
     from outcore.train import demo
     from outcore.units import format_bytes
 
-    device = given.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = str(named_device(given.get("device")))
+    except ValueError as error:
+        stop(str(error))
     if device == "cpu":  # products this small lose more to idle threads than they gain
         torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="outcore-demo-") as folder:

@@ -133,23 +133,18 @@ def _start_torch(device: str | None) -> str:
     import torch
     import transformers
 
+    from outcore.named_device import named_device
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    has_gpu = torch.cuda.is_available()
-    chosen = device or ("cuda" if has_gpu else "cpu")
     try:
-        known = torch.device(chosen)
-    except RuntimeError:
-        known = None
-    if known is None or known.type not in ("cuda", "cpu"):
-        raise typer.BadParameter(f"{chosen!r} is neither cuda nor cpu", param_hint="--device")
-    if known.type == "cuda":
-        if not has_gpu:
-            stop("--device cuda, but torch sees no GPU here; --device cpu runs the same engine")
-        if (known.index or 0) >= (count := torch.cuda.device_count()):
-            stop(f"--device {chosen}, but torch sees {count} here, counted from cuda:0")
-        torch.use_deterministic_algorithms(True)
-    return chosen
+        chosen = named_device(device)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--device") from None
+    if chosen.type == "cpu":
+        return "cpu"
+    torch.use_deterministic_algorithms(True)
+    return str(chosen)
 
 
 def _find_model(name: str, layers: int | None) -> ModelSource:

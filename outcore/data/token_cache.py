@@ -56,10 +56,6 @@ class TokenCache:
         return self._manifest.num_tokens
 
     @property
-    def max_token_id(self) -> int:
-        return int(self._ids.max())
-
-    @property
     def pad_token_id(self) -> int:
         return self._manifest.pad_token_id
 

@@ -58,9 +58,20 @@ def offload_options(args: Any, model: nn.Module, given: Mapping[str, Any]) -> di
         )
     if options.get("dtype") is None and options.get("plan") is None:
         options["dtype"] = _dtype(args, model)
+    if options.get("dtype") is not None:
+        check_evaluation(args, options["dtype"])
     if args.torch_compile:
         options.setdefault("compile", True)
     return options
+
+
+def check_evaluation(args: Any, dtype: torch.dtype) -> None:
+    """Refuse an evaluation in another type than that of training; ``dtype``: the model's."""
+    if args.bf16_full_eval and dtype != torch.bfloat16:
+        raise ValueError(
+            "bf16_full_eval does not work with an offloaded model that computes in fp32: use "
+            "bf16=True, or leave it out"
+        )
 
 
 def _dtype(args: Any, model: nn.Module) -> torch.dtype:

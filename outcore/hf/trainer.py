@@ -21,6 +21,7 @@ from outcore.hf.accelerator import leave_in_place
 from outcore.hf.arguments import (
     adamw_options,
     check_arguments,
+    check_evaluation,
     check_optimizer,
     offload_options,
 )
@@ -104,6 +105,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                     f"the model computes on {engine_of(model).device}, the TrainingArguments on "
                     f"{self.args.device}: offload it there, or pass use_cpu=True"
                 )
+            check_evaluation(self.args, engine_of(model).options.dtype)
             return model
         if any(hasattr(parameter, "_outcore") for parameter in model.parameters()):
             raise ValueError(

@@ -13,6 +13,7 @@ from outcore.data.split import split_held_out
 from outcore.data.token_cache import TokenCache
 from outcore.data.tokenize import Progress, tokenize
 from outcore.train.settings import TrainSettings
+from outcore.train.vocabulary import check_vocabulary
 
 CACHE_FOLDER = "tokens"
 
@@ -39,15 +40,15 @@ def make_corpus(
     tokenizer: Any,
     progress: Callable[[Progress], None] | None = None,
     *,
-    vocabulary: int | None = None,
+    vocabulary_size: int | None = None,
 ) -> Corpus:
     """Tokenise what is not in the cache yet, and arrange it in batches.
 
-    vocabulary: how many tokens the model knows; other tokens are refused.
+    vocabulary_size: how many tokens the model knows, others are refused; None does not look.
     """
     assert settings.seq_len is not None
     cache = _tokens(settings, settings.data, tokenizer, progress)
-    _check_vocabulary(cache, vocabulary)
+    check_vocabulary(cache, tokenizer, vocabulary_size)
     examples, held_out = None, None
     if settings.held_out:
         examples, held_out = split_held_out(cache, settings.held_out)
@@ -76,35 +77,27 @@ def make_corpus(
     evaluation: Callable[[], Batches] | None = None
     if settings.eval_data:
         eval_cache = _tokens(settings, settings.eval_data, tokenizer, progress)
+        check_vocabulary(eval_cache, tokenizer, vocabulary_size)
+        if eval_cache.documents_per_example != cache.documents_per_example:
+            raise ValueError(
+                f"data holds rows of {cache.row_format}, eval_data of {eval_cache.row_format}: "
+                "either both are preference pairs, or none"
+            )
         evaluation = lambda: Batches(eval_cache, once)  # noqa: E731
-        _check_same_kind(cache, eval_cache)
-        _check_vocabulary(eval_cache, vocabulary)
     elif held_out is not None:
         evaluation = lambda: Batches(cache, once, examples=held_out)  # noqa: E731
     if evaluation is not None:
-        try:
-            evaluation().close()
-        except ValueError as error:  # now, and not when the training is done
-            raise ValueError(f"what is held out cannot be evaluated: {error}") from None
+        _check_evaluation(evaluation, settings)
     return Corpus(cache=cache, training=training, evaluation=evaluation, num_steps=num_steps)
 
 
-def _check_same_kind(training: TokenCache, evaluation: TokenCache) -> None:
-    """Pairs have another loss than the rest, and a run has one."""
-    if training.documents_per_example != evaluation.documents_per_example:
-        raise ValueError(
-            f"eval_data has rows of {evaluation.row_format!r}, data has rows of "
-            f"{training.row_format!r}: preference pairs are evaluated on pairs alone"
-        )
-
-
-def _check_vocabulary(cache: TokenCache, vocabulary: int | None) -> None:
-    """A token that only a late batch has would end the run there."""
-    if vocabulary is not None and cache.max_token_id >= vocabulary:
-        raise ValueError(
-            f"the tokenizer gives the id {cache.max_token_id}, and the model knows {vocabulary:,} "
-            "tokens, from 0 on: --tokenizer names the directory of another one"
-        )
+def _check_evaluation(evaluation: Callable[[], Batches], settings: TrainSettings) -> None:
+    """Refuse, before training starts, what could not be evaluated after it."""
+    name = "eval_data" if settings.eval_data else "held_out"
+    try:
+        evaluation().close()
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _tokens(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +30,23 @@ class Evaluated:
 
 
 @torch.no_grad()
-def evaluate(model: Any, batches: Batches, objective: Objective) -> Evaluated:
-    """Return the held-out loss; the model is in training mode again afterwards."""
+def evaluate(
+    model: Any,
+    batches: Batches,
+    objective: Objective,
+    *,
+    stops: Callable[[], bool] = lambda: False,
+) -> Evaluated | None:
+    """Return the held-out loss; None if ``stops`` says so between two batches.
+
+    The model is in training mode again afterwards.
+    """
     device = engine_of(model).device
     total, count = 0.0, 0
     with evaluating(model), batches:
         for number, batch in enumerate(batches):
+            if stops():
+                return None
             on_device = {k: v.to(device, non_blocking=True) for k, v in batch.items()}
             loss, size = objective.held_out(model, on_device, number)
             if size:

@@ -17,10 +17,21 @@ _TENSORBOARD_FOLDER = "tensorboard"
 class Metrics:
     """Appends what it is told; what an earlier run wrote of later steps is dropped first."""
 
-    def __init__(self, output: Path, *, first_step: int, tensorboard: bool | None) -> None:
-        """``first_step``: the step that comes first now; lines of it and later are dropped."""
+    def __init__(
+        self,
+        output: Path,
+        *,
+        first_step: int,
+        tensorboard: bool | None,
+        evaluates_again: bool = False,
+    ) -> None:
+        """``first_step``: the step that comes first now; lines of it and later are dropped.
+
+        evaluates_again: so is the evaluation after the step before it.
+        """
         self._path = output / FILE_NAME
-        _drop_later(self._path, first_step)
+        kept = _drop_later(self._path, first_step, evaluates_again)
+        self._evaluated = {line["step"] for line in kept if line["kind"] == "eval"}
         self._file = self._path.open("a", encoding="utf-8")
         self._board = _board(output, tensorboard, first_step)
 
@@ -35,6 +46,10 @@ class Metrics:
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether an earlier process evaluated the model after this step."""
+        return step in self._evaluated
 
     def close(self) -> None:
         self._file.close()
@@ -55,13 +70,20 @@ def read_metrics(output: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _drop_later(path: Path, first_step: int) -> None:
+def _drop_later(path: Path, first_step: int, evaluates_again: bool) -> list[dict[str, Any]]:
+    """Return the lines that stay."""
     if not path.is_file():
-        return
-    kept = [line for line in read_metrics(path.parent) if line["step"] < first_step]
+        return []
+    end_of_evaluations = first_step - 1 if evaluates_again else first_step
+    kept = [
+        line
+        for line in read_metrics(path.parent)
+        if line["step"] < (end_of_evaluations if line["kind"] == "eval" else first_step)
+    ]
     beside = path.with_suffix(".new")
     beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
     os.replace(beside, path)
+    return kept
 
 
 def check_tensorboard(asked: bool | None) -> None:

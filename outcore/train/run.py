@@ -7,6 +7,7 @@ checkpoint; the rest follows from the settings and the step.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,8 @@ from outcore.determinism import deterministic_algorithms
 from outcore.engine.offload import engine_of
 from outcore.engine.run_record import RunRecord
 from outcore.errors import StoreError
-from outcore.model_config import longest_sequence, too_long
+from outcore.model_config import longest_sequence, too_long, vocabulary_size
+from outcore.named_device import named_device
 from outcore.planning.plan import Plan
 from outcore.planning.side_by_side import Measurement
 from outcore.train import subject
@@ -32,19 +34,25 @@ from outcore.train.display import Display
 from outcore.train.evaluation import Evaluated, evaluate
 from outcore.train.figures import StepFigures, TrainResult
 from outcore.train.lagged_loss import LaggedLoss
+from outcore.train.metrics import FILE_NAME as METRICS
 from outcore.train.metrics import Metrics, check_tensorboard
 from outcore.train.objective import Objective, objective_for
+from outcore.train.output_directory import (
+    BEST,
+    check_apart,
+    checkpoints_in,
+    remove_if_empty,
+    writing,
+)
 from outcore.train.packed_documents import keeps_packed_documents_apart
+from outcore.train.report_page import FILE_NAME as REPORT
 from outcore.train.report_page import write_report
 from outcore.train.room import best_bytes, check_room_for_model, model_bytes
 from outcore.train.schedule import LearningRate, warmup_steps
 from outcore.train.settings import TrainSettings, to_dict, with_seq_len
 from outcore.train.stopping import StopRequest
 
-CHECKPOINTS = "checkpoints"
-BEST = "best"
 _FEW_STEPS = 10
-_OF_A_MODEL = ("config.json", "adapter_config.json")
 _RECORDED_STEPS = (3, 6)  # of this process: the first ones compile and fill caches
 
 
@@ -55,7 +63,7 @@ def train(settings: TrainSettings, display: Display) -> TrainResult:
 
 
 def _trained(settings: TrainSettings, display: Display) -> TrainResult:
-    subject.check_device(settings)
+    named_device(settings.device)  # or what follows was done for nothing
     subject.check_disk(settings)
     check_tensorboard(settings.tensorboard)
     settings = subject.resolved(settings)
@@ -73,16 +81,17 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
         settings = replace(settings, packing=False)
     tokenizer = subject.load_tokenizer(settings)
     find_sources([*settings.data, *settings.eval_data])  # or a mistyped name leaves a folder behind
-    _check_apart(settings)
+    check_apart(settings)
     is_new = not Path(settings.output).exists()
-    folder = _folder(settings)
+    folder = checkpoints_in(settings)
     try:
-        vocabulary = getattr(config.get_text_config(), "vocab_size", None)
-        corpus = make_corpus(settings, tokenizer, display.tokenising, vocabulary=vocabulary)
+        corpus = make_corpus(
+            settings, tokenizer, display.tokenising, vocabulary_size=vocabulary_size(config)
+        )
     except BaseException:
         folder.close()
         if is_new:
-            _remove_if_empty(Path(settings.output) / CACHE_FOLDER, Path(settings.output))
+            remove_if_empty(Path(settings.output) / CACHE_FOLDER, Path(settings.output))
         raise
     try:
         display.data(corpus)
@@ -91,6 +100,11 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
         sequences = corpus.training.options.batch_size * corpus.cache.documents_per_example
         if warning := _other_step_size(settings, sequences, is_pairs=corpus.is_pairs):
             display.message(warning)
+        if settings.micro_batch is not None and settings.micro_batch > sequences:
+            display.message(
+                f"--micro-batch {settings.micro_batch} is more than a step has: a block works on "
+                f"all {sequences} sequences of it at once"
+            )
         plan = subject.plan_for(settings, sequences, config, probing=display.probing)
         display.plan(plan)
         with display.loading():
@@ -117,53 +131,6 @@ def _other_step_size(settings: TrainSettings, sequences: int, *, is_pairs: bool)
         f"{'pairs of ' if is_pairs else ''}sequences of {seq_len:,}; --tokens-per-step "
         f"{' or '.join(map(str, nearest))} would be exact"
     )
-
-
-def _check_apart(settings: TrainSettings) -> None:
-    """Refuse to write among the data: what the run writes would be data when it is resumed."""
-    written = {"output": settings.output, "cache-dir": settings.cache_dir}
-    for data in (*settings.data, *settings.eval_data):
-        for option, place in written.items():
-            if place and Path(data).is_dir() and _is_below(Path(place), Path(data)):
-                raise ValueError(
-                    f"{place} lies in {data}, of which every file is training data: name another "
-                    f"--{option}"
-                )
-
-
-def _is_below(path: Path, folder: Path) -> bool:
-    return path.resolve().is_relative_to(folder.resolve())
-
-
-def _folder(settings: TrainSettings) -> CheckpointFolder:
-    """Return the checkpoints' folder; refuse to begin anew where a run has begun."""
-    output = Path(settings.output)
-    if output.exists() and Path(settings.model).exists() and output.samefile(settings.model):
-        raise ValueError(f"{output} is the model that would be trained: name another --output")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise ValueError(f"{output} is a file: name another --output") from None
-    except OSError as error:
-        raise ValueError(
-            f"{output} cannot be made: {error.strerror}; name another --output"
-        ) from error
-    folder = CheckpointFolder(output / CHECKPOINTS, keep=max(settings.keep, 1))
-    if folder.steps() and not settings.resume:
-        raise ValueError(
-            f"{output} has a checkpoint of step {folder.steps()[-1]}: --resume goes on from it, "
-            "another --output begins anew"
-        )
-    if not folder.steps() and any((output / name).exists() for name in _OF_A_MODEL):
-        none = ", and no checkpoint to resume from" if settings.resume else " already"
-        raise ValueError(f"{output} holds a model{none}: name another --output")
-    return folder
-
-
-def _remove_if_empty(*folders: Path) -> None:
-    for folder in folders:
-        with contextlib.suppress(OSError):  # what is kept there helps the next start
-            folder.rmdir()
 
 
 class _Run:
@@ -230,39 +197,68 @@ class _Run:
     def _train(self) -> TrainResult:
         start_s = time.perf_counter()
         evaluated: Evaluated | None = None
-        metrics = Metrics(
-            self.output, first_step=self.step + 1, tensorboard=self.settings.tensorboard
-        )
-        with contextlib.closing(metrics), StopRequest(self.display.stopping) as stop:
+        # To the very end: a model that is half written would be the loss of a run without
+        # checkpoints.
+        with (
+            StopRequest(self.display.stopping) as stop,
+            contextlib.closing(self._metrics()) as metrics,
+        ):
             self._steps(metrics, stop)
-            if self._is_done:
-                evaluated = self._evaluate(metrics)
-            if self.checkpoints is not None:
-                with self.display.saving(self.folder.directory(self.step)):
-                    self._save()
-                    self.checkpoints.wait()
-        if self._is_done or self.checkpoints is None:  # of which else nothing would be left
-            with self.display.saving(self.output):
-                self.model.save_pretrained(self.output)
-                self.tokenizer.save_pretrained(self.output)
-        result = TrainResult(
-            output=self.output,
-            step=self.step,
-            num_steps=self.corpus.num_steps,
-            stopped_by=stop.signal.name if stop.signal and not self._is_done else None,
-            is_resumable=self.checkpoints is not None,
-            loss=self.loss,
-            eval_loss=evaluated.loss if evaluated else None,
-            seconds=time.perf_counter() - start_s,
-            tiers=tuple(engine_of(self.model).report()),
-            measurement=self.measurement,
-        )
-        write_report(self.output, self.settings, self.plan, result)
+            try:
+                self._save_last()
+            finally:  # a disk without room for a checkpoint may have it for the model
+                if self._is_done or self.checkpoints is None:  # of which else nothing would be left
+                    self._write_model()
+            if self._is_done:  # what goes wrong in here costs nothing that was trained
+                evaluated = self._evaluate(metrics, stop)
+            result = TrainResult(
+                output=self.output,
+                step=self.step,
+                num_steps=self.corpus.num_steps,
+                stopped_by=stop.signal.name if stop.signal and not self._is_done else None,
+                is_resumable=self.checkpoints is not None,
+                loss=self.loss,
+                eval_loss=evaluated.loss if evaluated else None,
+                seconds=time.perf_counter() - start_s,
+                tiers=tuple(engine_of(self.model).report()),
+                measurement=self.measurement,
+            )
+            with writing(self.output / REPORT, "Make room there; --resume writes it again."):
+                write_report(self.output, self.settings, self.plan, result)
         return result
+
+    def _metrics(self) -> Metrics:
+        with writing(self.output / METRICS, "Make room there."):
+            return Metrics(
+                self.output,
+                first_step=self.step + 1,
+                evaluates_again=self._is_done and self.corpus.evaluation is not None,
+                tensorboard=self.settings.tensorboard,
+            )
+
+    def _save_last(self) -> None:
+        if self.checkpoints is None:
+            return
+        with self.display.saving(self.folder.directory(self.optimizer.num_steps)):
+            self._save()
+            self.checkpoints.wait()
+
+    def _write_model(self) -> None:
+        steps = self.folder.steps()
+        goes_on = f"; --resume goes on from step {steps[-1]}" if steps else ""
+        with self.display.saving(self.output), writing(self.output, f"Make room there{goes_on}."):
+            self.model.save_pretrained(self.output)
+            self.tokenizer.save_pretrained(self.output)
 
     @property
     def _is_done(self) -> bool:
         return self.step == self.corpus.num_steps
+
+    @property
+    def _evaluates_here(self) -> bool:
+        """Whether this step is followed by an evaluation, other than the one at the end."""
+        every = self.settings.eval_every
+        return bool(every and self.step and self.step % every == 0 and not self._is_done)
 
     def _steps(self, metrics: Metrics, stop: StopRequest) -> None:
         """Take steps until all are done or a stop is asked for."""
@@ -270,6 +266,9 @@ class _Run:
         losses, told = LaggedLoss(), _Told(self, metrics)
         with self.display.steps(self.step, self.corpus.num_steps), contextlib.ExitStack() as stack:
             record: RunRecord | None = None
+            if self._evaluates_here and not metrics.is_evaluated(self.step):
+                self._evaluate(metrics, stop)  # the run was asked to stop in the middle of it
+                told.flush(losses)
             while self.step < self.corpus.num_steps and not stop.is_set:
                 if self.step - first == _RECORDED_STEPS[0]:
                     record = stack.enter_context(outcore.record(self.model))
@@ -278,10 +277,10 @@ class _Run:
                     self._measured(record)
                 waited_s, loss = self._take_step()
                 told.step(losses.put(loss), waited_s)
-                if settings.eval_every and self.step % settings.eval_every == 0:
+                if self._evaluates_here:
                     told.flush(losses)
-                    if not self._is_done:
-                        self._evaluate(metrics)
+                    self._evaluate(metrics, stop)
+                    told.flush(losses)
                 if settings.save_every and self.step % settings.save_every == 0:
                     self._save()
             told.flush(losses)
@@ -314,21 +313,30 @@ class _Run:
         self.step += 1
         return waited_s, loss
 
-    def _evaluate(self, metrics: Metrics) -> Evaluated | None:
+    def _evaluate(self, metrics: Metrics, stop: StopRequest) -> Evaluated | None:
+        """Return the held-out loss; None without such data, or if a stop is asked for meanwhile."""
         if self.corpus.evaluation is None:
             return None
         with self.display.evaluating():
-            found = evaluate(self.model, self.corpus.evaluation(), self.objective)
+            batches = self.corpus.evaluation()
+            found = evaluate(self.model, batches, self.objective, stops=lambda: stop.is_set)
+        if found is None:
+            return None
+        self._keep_if_best(found)  # first: what is in the metrics is not evaluated again
         figures = {"loss": found.loss, "perplexity": found.perplexity}
         metrics.add("eval", self.step, **{k: v for k, v in figures.items() if v is not None})
         self.display.evaluated(self.step, found)
-        if not self.settings.keep:
-            return found
-        if self.settings.eval_every and (self.best is None or found.loss < self.best):
-            self.best = found.loss
-            with contextlib.closing(CheckpointFolder(self.folder.path / BEST, keep=1)) as best:
-                run_state.save(best, self.model, self.optimizer, self._values())
         return found
+
+    def _keep_if_best(self, found: Evaluated) -> None:
+        if not self.settings.keep or not self.settings.eval_every or not math.isfinite(found.loss):
+            return
+        if self.best is not None and found.loss >= self.best:
+            return
+        self.best = found.loss
+        with contextlib.closing(CheckpointFolder(self.folder.path / BEST, keep=1)) as best:
+            best.give_up_after(self.step)  # a killed run's, which is passed again, otherwise
+            run_state.save(best, self.model, self.optimizer, self._values())
 
     def _best_bytes(self, num_steps: int) -> int:
         every = self.settings.eval_every
@@ -355,7 +363,11 @@ class _Run:
     def _resume(self) -> None:
         if not self.settings.resume:
             return
+        self.best = self._best_so_far()
+        asked = self.optimizer.hyperparameters()
         resumed = run_state.load(self.folder, self.model, self.optimizer)
+        for group, values in zip(self.optimizer.param_groups, asked, strict=True):
+            group.update(values)  # those of the settings, which may be others than before
         if resumed is None:
             self.display.message("no checkpoint to resume from: starting at the beginning")
             return
@@ -371,10 +383,26 @@ class _Run:
                 path=self.folder.path,
             ) from error
         self.step = self.saved_step = values["step"]
-        self.best = values["best"]
+        if self.step > self.corpus.num_steps:
+            raise ValueError(
+                f"{self.output} has a checkpoint of step {self.step}, and only "
+                f"{self.corpus.num_steps} steps are asked for: --max-steps {self.step} writes the "
+                "model as it is, more go on"
+            )
         if changed:
             self.display.message("other settings than before: " + ", ".join(changed))
         self.display.message(f"resumed after step {self.step}")
+
+    def _best_so_far(self) -> float | None:
+        """Return the loss of the checkpoint that is kept as the best one, which may be the newest:
+        a run is killed also between the two.
+        """
+        best = CheckpointFolder(self.folder.path / BEST)
+        with contextlib.suppress(StoreError):  # harmed: the next one takes its place
+            for _, manifest in best.newest(lambda *_: None):
+                found: float | None = manifest.values["run"]["best"]
+                return found
+        return None
 
 
 class _Told:

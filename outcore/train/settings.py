@@ -103,17 +103,21 @@ class TrainSettings:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
-        if self.epochs is not None and self.epochs <= 0:
-            raise ValueError(f"epochs must be more than 0, not {self.epochs}")
+        for name in ("epochs", "lora_alpha"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be more than 0, not {value}")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must be a number of 64 bits, not {self.seed}")
         for name in ("beta1", "beta2", "lora_dropout", "held_out", "min_lr"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be from 0 to below 1, not {getattr(self, name)}")
-        for name, kind in (("schedule", Schedule), ("on_non_finite", OnNonFinite)):
-            if getattr(self, name) not in get_args(kind):
+        kinds = {"schedule": Schedule, "on_non_finite": OnNonFinite, "dtype": Precision}
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if value not in get_args(kind) and (name, value) != ("dtype", None):
                 choices = ", ".join(get_args(kind))
-                raise ValueError(f"{name} must be one of {choices}, not {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be one of {choices}, not {value!r}")
         for name in ("device_memory", "host_memory"):
             if getattr(self, name) is not None:
                 parse_budget(getattr(self, name), what=name)

@@ -16,6 +16,7 @@ import outcore
 from outcore.machine import here
 from outcore.model_config import first_line, read_config
 from outcore.model_directory import model_directory
+from outcore.named_device import named_device
 from outcore.planning.device_type import computing_on_cpu
 from outcore.planning.plan import Plan
 from outcore.shapes import shape_config, shape_names
@@ -23,25 +24,6 @@ from outcore.store.disk_budget import parse_disk
 from outcore.train.settings import TrainSettings
 
 _VOCABULARIES = {"tokenizer.json", "tokenizer.model", "tekken.json"}  # whatever a class names
-
-
-def check_device(settings: TrainSettings) -> None:
-    """Refuse a device that is not there, before anything is done for it."""
-    if settings.device is None:
-        return
-    try:
-        device = torch.device(settings.device)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cuda", "cpu"):
-        raise ValueError(f"device must be cuda or cpu, not {settings.device!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, but torch sees no GPU here; cpu runs the same engine")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"device is {settings.device}, but torch sees {torch.cuda.device_count()} here, "
-            "counted from cuda:0"
-        )
 
 
 def check_disk(settings: TrainSettings) -> None:
@@ -123,7 +105,7 @@ def plan_for(
     """Return the plan of this run on this machine; DoesNotFit with what would."""
     assert settings.seq_len is not None
     machine = here(progress=probing)
-    device = _device(settings)
+    device = named_device(settings.device)
     if device.type == "cpu":
         machine = computing_on_cpu(machine)
     return outcore.plan(
@@ -150,7 +132,7 @@ def make_model(settings: TrainSettings, plan: Plan) -> Any:
     torch.manual_seed(settings.seed)
     options: dict[str, Any] = {
         "plan": plan,
-        "device": _device(settings),
+        "device": named_device(settings.device),
         "adapters": adapters_of(settings),
     }
     if Path(settings.model).is_dir():
@@ -196,10 +178,6 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> outcore.AdamW:
         update_during_backward=not settings.gradients_wait,
         rounding_seed=settings.seed,
     )
-
-
-def _device(settings: TrainSettings) -> torch.device:
-    return torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _dtype(settings: TrainSettings, device: torch.device) -> torch.dtype:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 from outcore.cli import app
 from outcore.train import demo, subject
 from outcore.train.demo import Demo, make_demo
+from outcore.train.lagged_loss import LaggedLoss
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,23 @@ def test_a_run_from_the_command_line(job: Demo, tmp_path: Path) -> None:
     assert "step 3/3" in result.stderr
     assert "home of" in result.stderr
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_loss_that_is_no_number_is_null_in_json(
+    job: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_number(self: LaggedLoss) -> float | None:
+        return None if last(self) is None else float("nan")
+
+    last = LaggedLoss.last
+    monkeypatch.setattr(LaggedLoss, "last", no_number)
+    result = run_train(*arguments_of(job, tmp_path / "out", "--max-steps", "2"), "--json", "-")
+    assert result.exit_code == 0, result.output
+
+    def refused(word: str) -> None:
+        raise AssertionError(word)
+
+    assert json.loads(result.stdout, parse_constant=refused)["loss"] is None
 
 
 def test_a_step_of_other_tokens_than_asked_for_is_told(job: Demo, tmp_path: Path) -> None:
@@ -92,6 +110,7 @@ def test_a_yaml_file_with_an_option_over_it(job: Demo, tmp_path: Path) -> None:
         (["--model", "x", "--data", "y", "--output", "z"], "neither a Hugging Face directory"),
         (["--model", "smollm2-135m", "--data", "y", "--output", "z"], "--tokenizer"),
         (["--config", "/nowhere.yaml"], "nowhere.yaml"),
+        (["--device", "tpu"], "device is neither cuda nor cpu: 'tpu'"),
         (["--model", "x", "--data", "y", "--output", "z", "--schedule", "cubic"], "cosine"),
     ],
 )
@@ -125,7 +144,7 @@ def test_data_that_is_not_there(job: Demo, tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--tokenizer", "nowhere"], "error: nowhere is no directory: --tokenizer names that of a"),
-        (["--device", "cpu:x"], "error: device must be cuda or cpu, not 'cpu:x'"),
+        (["--device", "cpu:x"], "error: device is neither cuda nor cpu: 'cpu:x'"),
         (["--disk", "nowhere:1GiB"], "error: disk nowhere is no directory; make it, or name"),
         (["--cache-dir", "file"], "file cannot be made: File exists\n"),
         (["--output", "file"], "error: file is a file: name another --output"),

@@ -290,6 +290,7 @@ def test_an_optimizer_of_torch_is_refused(tmp_path: Path) -> None:
         ({"optim": "adamw_torch_8bit"}, "compact"),
         ({"auto_find_batch_size": True}, "outcore.plan"),
         ({"use_liger_kernel": True}, "chunked loss"),
+        ({"bf16_full_eval": True}, "bf16=True"),
     ],
 )
 def test_what_cannot_be_done_is_refused(

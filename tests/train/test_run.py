@@ -102,22 +102,6 @@ def test_the_held_out_loss_is_the_mean_over_tokens(files: Files) -> None:
     assert train(one, quiet()).eval_loss == pytest.approx(many.eval_loss, rel=1e-5)
 
 
-def test_what_cannot_be_evaluated_is_refused_before_training(files: Files) -> None:
-    """Afterwards nothing would be left of the run."""
-    long = write_jsonl(files.folder / "long.jsonl", [{"messages": chat("hello " * 99, "x")}])
-    rows = [{"prompt": "the cat", "chosen": "sat", "rejected": "mat"}] * 4
-    pairs = write_jsonl(files.folder / "pairs.jsonl", rows)
-    for data, eval_data, told in (
-        (files.data, long, "what is held out .* nothing to learn"),
-        (files.data, pairs, "'preference', data has rows of 'messages'"),
-        (pairs, files.data, "'messages', data has rows of 'preference'"),
-    ):
-        settings = files.settings(data=(str(data),), eval_data=(str(eval_data),), keep=0)
-        with pytest.raises(ValueError, match=told):
-            train(settings, quiet())
-        assert not read_metrics(Path(settings.output))
-
-
 def test_packed_documents_do_not_see_each_other_when_held_out(files: Files) -> None:
     packed, apart = (
         train(files.settings(name, max_steps=1, held_out=0.2, lr=0.0, packing=packing), quiet())
@@ -256,17 +240,6 @@ def test_nothing_is_written_among_the_data(files: Files, option: str) -> None:
     with pytest.raises(ValueError, match=f"of which every file .* --{option.replace('_', '-')}"):
         train(files.settings(data=(str(folder),), **inside), quiet())
     assert [path.name for path in folder.iterdir()] == ["a.jsonl"]
-
-
-def test_tokens_that_the_model_does_not_know_are_refused_first(files: Files) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(files.model)
-    tokenizer.add_tokens(["<new>"])
-    tokenizer.save_pretrained(files.folder / "tokenizer")
-    rows = [{"messages": chat("hi", "hello")}] * 50 + [{"messages": chat("hi", "<new>")}]
-    data = write_jsonl(files.folder / "new.jsonl", rows)
-    settings = files.settings(tokenizer=str(files.folder / "tokenizer"), data=(str(data),))
-    with pytest.raises(ValueError, match="gives the id 300, and the model knows 300 tokens"):
-        train(settings, quiet())
 
 
 def test_a_row_that_was_left_out_is_named(files: Files, tmp_path: Path) -> None:

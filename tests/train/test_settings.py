@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from outcore.train.settings import FULL_LR, LORA_LR, read_settings, settings_of, with_seq_len
+from outcore.train.settings import (
+    FULL_LR,
+    LORA_LR,
+    TrainSettings,
+    read_settings,
+    settings_of,
+    with_seq_len,
+)
 
 LEAST = {"model": "m", "data": "d.jsonl", "output": "o"}
 
@@ -39,6 +46,7 @@ def test_the_learning_rate_is_that_of_the_method() -> None:
         ({"frozen_weights": "int4"}, "add --lora"),
         ({"lora_rank": 8}, "lora_rank is for LoRA: add --lora"),
         ({"epochs": 0}, "epochs must be more than 0, not 0"),
+        ({"lora": True, "lora_alpha": 0}, "lora_alpha must be more than 0, not 0"),
         ({"seed": 2**63}, "seed must be a number of 64 bits"),
         ({"output": ""}, "output names no directory"),
         ({"model": " "}, "model names no directory"),
@@ -47,6 +55,11 @@ def test_the_learning_rate_is_that_of_the_method() -> None:
 def test_what_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings_of({**LEAST, **changes})
+
+
+def test_a_type_that_does_not_train_is_refused_in_python_too() -> None:
+    with pytest.raises(ValueError, match="dtype must be one of bf16, fp32, not 'fp16'"):
+        TrainSettings(model="m", data=("d",), output="o", dtype="fp16")  # type: ignore[arg-type]
 
 
 def test_a_rank_may_stay_in_a_file_that_says_no_lora() -> None:

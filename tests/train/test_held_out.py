@@ -1,0 +1,217 @@
+"""Evaluation in a run: refused early or finished, and never at the cost of what was trained."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from safetensors.torch import load_file
+from tokenizers_made_here import chat, write_jsonl
+from train_files import Files
+
+from outcore.checkpoint.folder import CheckpointFolder
+from outcore.train import run as run_module
+from outcore.train.display import Display
+from outcore.train.metrics import read_metrics
+from outcore.train.objective import NextToken
+from outcore.train.run import train
+
+PAIRS = [{"prompt": "the cat", "chosen": "sat on", "rejected": "mat"}] * 8
+LONG = [{"messages": chat("the " * 200, "cat")}] * 3
+
+
+def quiet() -> Display:
+    return Display(Console(quiet=True))
+
+
+def evaluated(output: str | Path) -> list[int]:
+    return [line["step"] for line in read_metrics(Path(output)) if line["kind"] == "eval"]
+
+
+def best_steps(output: str) -> list[int]:
+    return CheckpointFolder(Path(output) / "checkpoints" / "best").steps()
+
+
+@pytest.mark.parametrize(
+    ("rows", "eval_rows", "lora", "told"),
+    [
+        (None, PAIRS, False, "rows of messages, eval_data of preference"),
+        (PAIRS, None, False, "rows of preference, eval_data of messages"),
+        (PAIRS, None, True, "rows of preference, eval_data of messages"),
+        (None, LONG, False, "eval_data: no sequences: 3 of 3 examples"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_before_a_step_is_taken(
+    files: Files,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: Any,
+    eval_rows: Any,
+    lora: bool,
+    told: str,
+) -> None:
+    monkeypatch.setattr(run_module._Run, "_take_step", lambda self: pytest.fail("a step was taken"))
+    data, eval_data = (
+        files.data if made is None else write_jsonl(files.folder / f"{name}.jsonl", made)
+        for name, made in (("data", rows), ("eval", eval_rows))
+    )
+    settings = files.settings(data=(str(data),), eval_data=(str(eval_data),), lora=lora)
+    with pytest.raises(ValueError, match=told):
+        train(settings, quiet())
+
+
+def test_an_evaluation_that_fails_costs_nothing_that_was_trained(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError("no room for logits")
+
+    settings = files.settings(held_out=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "evaluate", fail)
+        with pytest.raises(MemoryError):
+            train(settings, quiet())
+    assert load_file(Path(settings.output) / "model.safetensors")
+    assert (Path(settings.output) / "checkpoints" / "step-000000006").is_dir()
+    again = train(replace(settings, resume=True), quiet())
+    assert again.eval_loss is not None
+    assert evaluated(settings.output) == [6]
+
+
+def test_a_held_out_loss_that_is_no_number_is_never_the_best(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = run_module.evaluate
+    found: list[float] = []
+
+    def sometimes(*args: Any, **options: Any) -> Any:
+        real = evaluate(*args, **options)
+        assert real is not None
+        found.append(math.nan if not found else real.loss)
+        return replace(real, loss=found[-1])
+
+    monkeypatch.setattr(run_module, "evaluate", sometimes)
+    settings = files.settings(max_steps=3, held_out=0.2, eval_every=1)
+    train(settings, quiet())
+    assert len(found) == 3
+    assert best_steps(settings.output) == [1 + min((2, 1), key=lambda i: found[i])]
+
+
+def test_a_stop_does_not_wait_for_an_evaluation_and_a_resumed_run_makes_up_for_it(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"held_out": 0.2, "eval_every": 2}
+    whole, cut = files.settings("whole", **options), files.settings("cut", **options)
+    train(whole, quiet())
+    held_out, calls = NextToken.held_out, []
+
+    def asked_to_stop(self: Any, *args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return held_out(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NextToken, "held_out", asked_to_stop)
+        result = train(cut, quiet())
+    assert (result.step, result.stopped_by, len(calls)) == (2, "SIGTERM", 2)
+    assert evaluated(cut.output) == []
+    train(replace(cut, resume=True), quiet())
+    lines = [
+        [(line["kind"], line["step"], line["loss"]) for line in read_metrics(Path(name))]
+        for name in (whole.output, cut.output)
+    ]
+    assert lines[0] == lines[1]
+    assert best_steps(whole.output) == best_steps(cut.output)
+
+
+def test_a_finished_run_is_evaluated_once_however_often_it_is_resumed(files: Files) -> None:
+    settings = files.settings(max_steps=4, held_out=0.2, eval_every=2)
+    first = train(settings, quiet())
+    again = train(replace(settings, resume=True), quiet())
+    assert again.eval_loss == first.eval_loss
+    assert evaluated(settings.output) == [2, 4]
+
+
+def test_the_step_after_an_evaluation_is_not_longer_for_it(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = run_module.evaluate
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        time.sleep(1.5)
+        return evaluate(*args, **options)
+
+    monkeypatch.setattr(run_module, "evaluate", slowly)
+    settings = files.settings(max_steps=3, held_out=0.2, eval_every=2)
+    train(settings, quiet())
+    (third,) = [line for line in read_metrics(Path(settings.output)) if line["step"] == 3][:1]
+    assert third["step_s"] < 1.5
+
+
+def test_the_best_of_a_killed_run_is_known_to_the_one_that_goes_on(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evaluated after every step and killed in the sixth, it has a checkpoint of the fourth."""
+    evaluate, take = run_module.evaluate, run_module._Run._take_step
+    losses = iter([5.0, 4.0, 3.0, 2.0, 1.0, 1.5, 0.9])  # of steps 1 to 5, then of 5 and 6
+
+    def given(*args: Any, **options: Any) -> Any:
+        real = evaluate(*args, **options)
+        assert real is not None
+        return replace(real, loss=next(losses))
+
+    def killed(self: Any) -> Any:
+        if self.step == 5:
+            raise KeyboardInterrupt
+        return take(self)
+
+    monkeypatch.setattr(run_module, "evaluate", given)
+    settings = files.settings(max_steps=6, held_out=0.2, eval_every=1, save_every=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module._Run, "_take_step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(settings, quiet())
+    best = Path(settings.output) / "checkpoints" / "best"
+    of_step_5 = best / "step-000000005"
+    assert of_step_5.is_dir()
+    seen: list[bool] = []
+
+    def watched(self: Any) -> Any:
+        seen.append(of_step_5.is_dir() and best_steps(settings.output) == [5])
+        return take(self)
+
+    monkeypatch.setattr(run_module._Run, "_take_step", watched)
+    train(replace(settings, resume=True), quiet())
+    assert seen == [True, True]  # 1.5 is not better than 1.0
+    assert best_steps(settings.output) == [6]
+
+
+def test_the_best_checkpoint_becomes_a_model(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = files.settings(max_steps=4, held_out=0.2, eval_every=1, lr=0.1, warmup=0)
+    train(settings, quiet())
+    lines = [line for line in read_metrics(Path(settings.output)) if line["kind"] == "eval"]
+    best = min(lines, key=lambda line: line["loss"])
+    assert best_steps(settings.output) == [best["step"]]
+    alone = replace(settings, output=str(files.folder / "best"), max_steps=best["step"])
+    copied = Path(alone.output) / "checkpoints"
+    shutil.copytree(Path(settings.output) / "checkpoints" / "best", copied)
+    monkeypatch.setattr(run_module._Run, "_take_step", lambda self: pytest.fail("a step was taken"))
+    assert train(replace(alone, resume=True), quiet()).eval_loss == best["loss"]
+    assert load_file(Path(alone.output) / "model.safetensors")
+
+
+def test_a_better_one_of_an_earlier_step_takes_the_place_of_a_later_one(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "best", keep=1)
+    folder.commit(8, 0, lambda _: ((), {}))
+    folder.give_up_after(6)
+    folder.commit(6, 0, lambda _: ((), {}))
+    folder.close()
+    assert folder.steps() == [6]

@@ -1,0 +1,128 @@
+"""The output's disk: full, read-only, another run's; and a signal while the model is written."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from train_files import Files
+from transformers import PreTrainedModel
+
+from outcore.checkpoint import calls
+from outcore.errors import StoreError
+from outcore.train import run as run_module
+from outcore.train.display import Display
+from outcore.train.output_directory import writing
+from outcore.train.run import train
+
+
+def quiet() -> Display:
+    return Display(Console(quiet=True))
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_disk_that_is_full_when_the_model_is_written(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    settings = files.settings(max_steps=2)
+    told = f"{settings.output} cannot be written: No space left on device.*--resume .* step 2"
+    with pytest.raises(StoreError, match=told):
+        train(settings, quiet())
+
+
+def test_a_disk_that_is_full_when_the_report_is_written(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "write_report", full)
+    with pytest.raises(StoreError, match=r"report\.html cannot be written: No space left"):
+        train(files.settings(max_steps=2), quiet())
+
+
+def test_a_checkpoint_without_room_does_not_cost_the_model(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = run_module._Run._take_step
+
+    def take_step(self: Any) -> Any:
+        monkeypatch.setattr(calls, "free_bytes", lambda path: 1 << 20)
+        return take(self)
+
+    monkeypatch.setattr(run_module._Run, "_take_step", take_step)
+    settings = files.settings(max_steps=2)
+    with pytest.raises(StoreError, match="a checkpoint takes"):
+        train(settings, quiet())
+    assert load_file(Path(settings.output) / "model.safetensors")
+
+
+def test_what_safetensors_says_is_told_with_the_path(tmp_path: Path) -> None:
+    told = r"x cannot be written: I/O error.* Make room"
+    with pytest.raises(StoreError, match=told), writing(tmp_path / "x"):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+def test_a_directory_that_cannot_be_written_is_refused_first(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(**_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    monkeypatch.setattr(run_module, "make_corpus", lambda *_, **__: pytest.fail("data was read"))
+    settings = files.settings()
+    with pytest.raises(ValueError, match="cannot be written to: Read-only file system; name"):
+        train(settings, quiet())
+
+
+def test_the_best_checkpoint_of_a_killed_run_is_not_mixed_with_anothers(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = run_module._Run._take_step
+
+    def killed(self: Any) -> Any:
+        if self.step == 3:
+            raise KeyboardInterrupt
+        return take(self)
+
+    settings = files.settings(held_out=0.2, eval_every=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module._Run, "_take_step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(settings, quiet())
+    with pytest.raises(ValueError, match="has the best checkpoint of step 2: --resume"):
+        train(settings, quiet())
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+def test_a_signal_while_the_model_is_written_lets_it_be_finished(
+    files: Files, monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
+    save = PreTrainedModel.save_pretrained
+
+    def signalled(self: Any, *args: Any, **options: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        save(self, *args, **options)
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", signalled)
+    settings = files.settings(max_steps=2, keep=keep)
+    assert train(settings, quiet()).is_complete
+    assert load_file(Path(settings.output) / "model.safetensors")
+    assert (Path(settings.output) / "report.html").exists()
+
+
+def test_a_micro_batch_of_more_than_a_step_is_told(files: Files) -> None:
+    out = io.StringIO()
+    train(files.settings(max_steps=1, micro_batch=64), Display(Console(file=out, width=200)))
+    assert "--micro-batch 64 is more than a step has: a block works on all 4" in out.getvalue()
