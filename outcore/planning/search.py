@@ -64,7 +64,7 @@ def _search(spec: ModelSpec, machine: Machine, job: Job) -> Plan | None:
     fitting = without_disk if len(without_disk) else fitting
     best = _fastest(table, fitting, _simple_fitting(table, limits))
     if job.objective == "memory":
-        best = _leanest(table, fitting, best)
+        best = _leanest(table, fitting, limits, best)
     return _plan(spec, machine, job, table, best[0])
 
 
@@ -128,11 +128,15 @@ def fitting_choices(table: ChoiceTable, limits: Limits) -> Choices:
     """Return every choice of the grid that fits."""
     for slots in ([2, 3], [1]):  # one slot hides no fetch: only where two do not fit
         choices = filled(table, limits, slots)
-        device, host, disk = table.bytes_of(choices)
-        fit = (device <= limits["device"]) & (host <= limits["host"]) & (disk <= limits["disk"])
+        fit = _fit(table, choices, limits)
         if fit.any():
             break
     return choices.where(fit)
+
+
+def _fit(table: ChoiceTable, choices: Choices, limits: Limits) -> NDArray[np.bool_]:
+    device, host, disk = table.bytes_of(choices)
+    return (device <= limits["device"]) & (host <= limits["host"]) & (disk <= limits["disk"])
 
 
 def filled(table: ChoiceTable, limits: Limits, slots: list[int]) -> Choices:
@@ -298,14 +302,15 @@ def _plainness(choice: Choice) -> tuple[bool, int, int]:
     return uses_disk, choice.offloads_inputs, -choice.num_slots
 
 
-def _leanest(table: ChoiceTable, fitting: Choices, fastest: Played) -> Played:
+def _leanest(table: ChoiceTable, fitting: Choices, limits: Limits, fastest: Played) -> Played:
     """Return the choice of least device memory among those at most 1.1 times as slow."""
     most_s = SLOWER_FOR_MEMORY * fastest[1].step_s
     n = table.num_blocks
     fewer = _joined(
         *(fitting.but(last_kept=np.minimum(fitting.last_kept, kept)) for kept in _spread(n, 8))
     )
-    fewer = fewer.where(table.least_s(fewer) <= most_s)
+    # Inputs that are kept no longer may wait on the host, which must have room for them.
+    fewer = fewer.where(_fit(table, fewer, limits) & (table.least_s(fewer) <= most_s))
     order = np.argsort(table.bytes_of(fewer)[0], kind="stable")
     for index in order[: max(40, _WORK // n)]:
         choice = fewer[int(index)]

@@ -102,6 +102,14 @@ def test_least_memory_is_less_and_hardly_slower(
     assert lean.prediction.step_s <= 1.1 * fast.prediction.step_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("host", [1, 4, 16])
+def test_least_memory_keeps_the_budget_of_the_host_too(host: int) -> None:
+    """Inputs of blocks that keep their activations no longer may wait there."""
+    spec, budgets = model_spec("qwen2.5-3b"), Budgets(host_bytes=host * GIB, disk_bytes=0)
+    job = Job(tokens=32_768, seq_len=2048, objective="memory", budgets=budgets)
+    assert make_plan(spec, H200, job).tier_bytes("host") <= host * GIB
+
+
 def test_405b_with_every_choice_open_is_planned_in_5_s() -> None:
     spec = model_spec("llama-3.1-405b")
     machine = replace(H200, host_memory_bytes=3 << 40, disk_bytes=16 << 40)
