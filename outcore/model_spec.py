@@ -133,6 +133,19 @@ class ModelSpec:
         return sum(b.parameters for b in self.blocks) + sum(e.parameters for e in self.edges)
 
     @property
+    def frozen_parameters(self) -> int:
+        """Parameters that are not trained."""
+        trained = sum(b.trainable_parameters for b in self.blocks)
+        trained += sum(min(e.parameters, sum(e.deliveries)) for e in self.edges)
+        return self.num_parameters - trained
+
+    def frozen_bytes(self, frozen_weights: str | None) -> int:
+        """Return what frozen parameters take: in bf16, or as matrices of blocks are packed."""
+        spans = sum(b.span_numel("bf16", frozen_weights) - b.trainable_numel for b in self.blocks)
+        spans += sum(e.numel - e.trainable_numel for e in self.edges)
+        return spans * BYTES_OF["bf16"]
+
+    @property
     def active_parameters(self) -> float:
         """Parameters that one token's products use: blocks and head."""
         return sum(b.active_parameters for b in self.blocks) + self.head_parameters

@@ -376,6 +376,8 @@ def _compare(
         num_parameters=spec.num_parameters,
         hidden_size=spec.hidden_size,
         train_tokens=train_tokens,
+        num_frozen=spec.frozen_parameters,
+        frozen_bytes=spec.frozen_bytes(plan.job.frozen_weights),
         num_gpus=gpus or 1,
         price_per_hour=price_per_hour,
     )

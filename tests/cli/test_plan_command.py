@@ -30,6 +30,10 @@ class TinySpec:
     num_parameters: int = 7_600_000_000
     hidden_size: int = 3584
     longest_sequence: int = 32768
+    frozen_parameters: int = 0
+
+    def frozen_bytes(self, frozen_weights: str | None) -> int:
+        return 0
 
 
 class Planner:
@@ -333,6 +337,17 @@ def test_a_base_in_4_bit_under_adapters(tmp_path: Path) -> None:
     assert "frozen weights in int4" in unwrapped(result.stdout)
     assert "expanded weights" in result.stdout
     assert read_plan(file).job.frozen_weights == "int4"
+
+
+def test_one_card_holds_adapters_and_the_weights_of_their_base() -> None:
+    pytest.importorskip("peft")
+    result = run_plan(
+        *("qwen2.5-1.5b", "--machine", "rtx-4090", "--lora", "8"),
+        *("--compare", "--train-tokens", "1e8"),
+    )
+    assert result.exit_code == 0, result.output
+    assert "One GPU holds the model without offloading" in unwrapped(result.stdout)
+    assert "2.9 GiB of frozen weights" in unwrapped(result.stdout)
 
 
 def test_adapters_larger_than_the_model_are_a_mistake() -> None:
