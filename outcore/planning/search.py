@@ -307,17 +307,30 @@ def _leanest(table: ChoiceTable, fitting: Choices, limits: Limits, fastest: Play
     most_s = SLOWER_FOR_MEMORY * fastest[1].step_s
     n = table.num_blocks
     fewer = _joined(
-        *(fitting.but(last_kept=np.minimum(fitting.last_kept, kept)) for kept in _spread(n, 8))
+        *(fitting.but(last_kept=np.minimum(fitting.last_kept, kept)) for kept in _spread(n, 8)),
     )
     # Inputs that are kept no longer may wait on the host, which must have room for them.
-    fewer = fewer.where(_fit(table, fewer, limits) & (table.least_s(fewer) <= most_s))
-    order = np.argsort(table.bytes_of(fewer)[0], kind="stable")
-    for index in order[: max(40, _WORK // n)]:
-        choice = fewer[int(index)]
-        simulated = table.simulate(choice)
-        if simulated.step_s <= most_s:
-            return choice, simulated
-    return fastest
+    fewer = fewer.where(_fit(table, fewer, limits) & (table.least_s(fewer) <= most_s)).distinct()
+    device, least = table.bytes_of(fewer)[0], table.bytes_of(Choices.of([fastest[0]]))[0]
+    order = np.argsort(device, kind="stable")
+    fewer = fewer.where(order[device[order] < least])
+
+    def first(positions: range) -> tuple[int, Played] | None:
+        for position in positions:
+            choice = fewer[position]
+            simulated = table.simulate(choice)
+            if simulated.step_s <= most_s:
+                return position, (choice, simulated)
+        return None
+
+    # Far more than can be simulated: one of several, and then those just before the first that is
+    # fast enough.
+    several = max(1, -(-len(fewer) // max(20, _WORK // (2 * n))))
+    found = first(range(0, len(fewer), several))
+    if found is None:
+        return fastest
+    before = first(range(max(0, found[0] - several + 1), found[0]))
+    return (before or found)[1]
 
 
 # --- the plan -------------------------------------------------------------------------------------

@@ -102,6 +102,15 @@ def test_least_memory_is_less_and_hardly_slower(
     assert lean.prediction.step_s <= 1.1 * fast.prediction.step_s * (1 + 1e-9)
 
 
+def test_least_memory_is_looked_for_among_more_than_can_be_simulated() -> None:
+    spec, machine = model_spec("mixtral-8x7b"), replace(H200, host_memory_bytes=3 << 40)
+    job = Job(tokens=8192, seq_len=2048, budgets=Budgets(disk_bytes=0))
+    fast = make_plan(spec, machine, job)
+    lean = make_plan(spec, machine, replace(job, objective="memory"))
+    assert lean.tier_bytes("device") < 0.6 * fast.tier_bytes("device")
+    assert lean.prediction.step_s <= 1.1 * fast.prediction.step_s
+
+
 @pytest.mark.parametrize("host", [1, 4, 16])
 def test_least_memory_keeps_the_budget_of_the_host_too(host: int) -> None:
     """Inputs of blocks that keep their activations no longer may wait there."""
