@@ -32,13 +32,18 @@ _Add = Callable[[str, str, float], None]
 
 
 def budgets_of(machine: Machine, budgets: Budgets) -> dict[str, int]:
-    """Return the bytes that a plan may fill in each tier."""
+    """Return the bytes that a plan may fill in each tier.
+
+    One memory is the device's: a budget of the host is one of the same bytes.
+    """
     device = budgets.device_bytes
     if device is None:
         device = int(machine.device_memory_bytes * DEVICE_SHARE)
     host = budgets.host_bytes
     if host is None:
         host = max(0, int(machine.host_memory_bytes * HOST_SHARE) - PROCESS_BYTES)
+    elif machine.is_unified:
+        device = min(device, host)
     has_disk = machine.disk_read_bytes_s > 0 and machine.disk_both_ways_bytes_s > 0
     disk = budgets.disk_bytes if budgets.disk_bytes is not None else machine.disk_bytes
     return {

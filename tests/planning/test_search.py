@@ -157,6 +157,22 @@ def test_a_unified_machine_copies_nothing() -> None:
     assert plan.tier_bytes("host") == 0
 
 
+def test_one_memory_keeps_a_budget_of_the_host_too() -> None:
+    spec, machine = tiny_spec(), replace(H200, is_unified=True)
+    job = Job(tokens=8192, seq_len=1024, budgets=Budgets(disk_bytes=0))
+    used = make_plan(spec, machine, job).tier_bytes("device")
+    less = replace(job, budgets=replace(job.budgets, host_bytes=used * 9 // 10))
+    assert make_plan(spec, machine, less).tier_bytes("device") <= used * 9 // 10
+    none = replace(job, budgets=replace(job.budgets, host_bytes=1024))
+    with pytest.raises(DoesNotFit) as refused:
+        make_plan(spec, machine, none)
+    assert refused.value.changes
+    for change in refused.value.changes:
+        assert 'device_memory="' in change.what
+        assert ' and host_memory="' in change.what
+        make_plan(spec, machine, change.job)
+
+
 def test_a_step_without_a_whole_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match="no whole sequence"):
         make_plan(tiny_spec(), H200, Job(tokens=1000, seq_len=2048))
