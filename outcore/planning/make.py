@@ -50,7 +50,8 @@ def plan(
         (frozen parameters are then seen). No weights are read or fetched.
     machine: "here" measures this one (once), a name is looked up in the catalogue.
     device_memory, host_memory: budgets such as "24GiB"; None for what is free.
-    disk: "/mnt/nvme:500GiB" lets weights and state go there; None: no disk.
+    disk: "/mnt/nvme:500GiB" lets weights and state go there; None: no disk. With "here", that is
+        the disk whose speed counts.
     clipping: True lets gradients wait for the norm of all; False is for
         ``AdamW(update_during_backward=True)``, "two-pass" for the same with ``max_grad_norm``.
     masked: True where sequences hold several documents, or padding: Transformers then makes a mask
@@ -83,12 +84,13 @@ def plan(
     else:
         spec = model_spec(model, adapters=adapters)
     _check_something_is_frozen(spec, frozen_weights)
-    found = machine_named(machine) if isinstance(machine, str) else machine
+    if isinstance(machine, str):
+        machine = machine_named(machine, disk=None if budget is None else budget.path)
     job = Job(
         tokens=tokens,
         seq_len=seq_len,
         clipping=_clipping(clipping),
-        dtype=_dtype(dtype, found, state_format),
+        dtype=_dtype(dtype, machine, state_format),
         state_format=state_format,
         frozen_weights=frozen_weights,
         micro_batch=micro_batch,
@@ -97,7 +99,7 @@ def plan(
         is_masked=masked,
         checkpoints=checkpoints,
     )
-    return make_plan(spec, found, job)
+    return make_plan(spec, machine, job)
 
 
 def _clipping(asked: bool | str) -> Clipping:
