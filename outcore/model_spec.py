@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ class BlockSpec:
     widest_elements_per_token: float  # the widest layer's output: gradients come in this size
     eager_elements_per_token: float = 0.0  # saved more where nothing is compiled
     frozen_matrices: tuple[torch.Size, ...] = ()  # those that frozen_weights applies to
+    # Elements of routers and stacks of experts' matrices that PEFT adds adapters to, in a copy.
+    adapted_stacks: tuple[int, ...] = ()
 
     def weight_bytes(self, dtype: str) -> int:
         return self.numel * BYTES_OF[dtype]
@@ -131,6 +133,19 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         return sum(b.parameters for b in self.blocks) + sum(e.parameters for e in self.edges)
+
+    @property
+    def frozen_parameters(self) -> int:
+        """Parameters that are not trained."""
+        trained = sum(b.trainable_parameters for b in self.blocks)
+        trained += sum(min(e.parameters, sum(e.deliveries)) for e in self.edges)
+        return self.num_parameters - trained
+
+    def frozen_bytes(self, frozen_weights: str | None) -> int:
+        """Return what frozen parameters take: in bf16, or as matrices of blocks are packed."""
+        spans = sum(b.span_numel("bf16", frozen_weights) - b.trainable_numel for b in self.blocks)
+        spans += sum(e.numel - e.trainable_numel for e in self.edges)
+        return spans * BYTES_OF["bf16"]
 
     @property
     def active_parameters(self) -> float:
@@ -326,7 +341,15 @@ def _block_spec(part: Part, text: Any, index: int) -> BlockSpec:
         frozen_matrices=tuple(
             p.shape for name, p in part.parameters.items() if is_packable(name, p)
         ),
+        adapted_stacks=tuple(_adapted_stacks(part.module)),
     )
+
+
+def _adapted_stacks(block: nn.Module) -> Iterator[int]:
+    for module in block.modules():
+        wrapper: Any = module
+        if hasattr(wrapper, "parameter_name") and hasattr(wrapper, "get_base_layer"):
+            yield getattr(wrapper.get_base_layer(), wrapper.parameter_name).numel()
 
 
 def _experts(part: Part) -> bool:

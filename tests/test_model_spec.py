@@ -133,6 +133,11 @@ def test_frozen_parameters_are_not_trained() -> None:
     assert first.trainable_parameters < second.trainable_parameters
     assert first.parameters == second.parameters
     assert first.trainable_numel < second.trainable_numel
+    spec = spec_of_model(model)
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    assert spec.frozen_parameters == sum(parameter.numel() for parameter in frozen)
+    assert spec.frozen_bytes(None) == pytest.approx(2 * spec.frozen_parameters, rel=0.02)
+    assert spec_of_model(BY_NAME["llama"].make()).frozen_parameters == 0
 
 
 def test_the_spec_is_what_the_engine_streams() -> None:

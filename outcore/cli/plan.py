@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from outcore.cli import planning
-from outcore.cli.plan_options import HERE, budgets, check_compare, make_job
-from outcore.cli.report import check_file, console_for, stop, write_json, write_text
+from outcore.cli.plan_answer import Answer, show, write_files
+from outcore.cli.plan_options import HERE, budgets, check_budgets, check_compare, make_job
+from outcore.cli.report import check_file, console_for, stop
 from outcore.errors import DoesNotFit, OutcoreError, UnsupportedModel
 from outcore.planning.plan import Job, Plan
-from outcore.units import format_bytes
 
 if TYPE_CHECKING:
     from outcore.machine.machine import Machine
@@ -272,17 +272,23 @@ def plan_command(
     )
     with console.status("planning" if machine != HERE else "measuring this machine and planning"):
         spec = _find_model(model, lora)
-        chosen = _find_machine(machine)
-        _check_budgets(job, chosen)
+        chosen = _find_machine(machine, job.budgets.disk_path)
+        check_budgets(job, chosen)
         job = replace(job, dtype=planning.default_dtype(chosen, job.state_format))
         plan = _make_plan(spec, chosen, job)
-        smaller = _smaller_budget(spec, chosen, plan)
-        comparison = (
-            _compare(plan, chosen, spec, train_tokens, price_per_hour, gpus) if compare else None
+        answer = Answer(
+            plan=plan,
+            machine=chosen,
+            smaller=_smaller_budget(spec, chosen, plan),
+            comparison=(
+                _compare(plan, chosen, spec, train_tokens, price_per_hour, gpus)
+                if compare
+                else None
+            ),
+            longest_sequence=spec.longest_sequence,
         )
-    _show(console, plan, chosen, smaller, comparison)
-    _say_too_long(console, seq_len, spec.longest_sequence)
-    _write_files(plan, chosen, smaller, comparison, json_file, html_file, console)
+    show(answer, console)
+    write_files(answer, json_file, html_file, console)
 
 
 def _find_model(source: str, lora_rank: int | None) -> ModelSpec:
@@ -294,24 +300,9 @@ def _find_model(source: str, lora_rank: int | None) -> ModelSpec:
         raise typer.BadParameter(_line(error), param_hint="MODEL") from None
 
 
-def _check_budgets(job: Job, machine: Machine) -> None:
-    """Refuse more memory than the machine has: such a plan could not be carried out."""
-    for option, budget, has_bytes in (
-        ("--device-memory", job.budgets.device_bytes, machine.device_memory_bytes),
-        ("--host-memory", job.budgets.host_bytes, machine.host_memory_bytes),
-    ):
-        # A card that is sold with 24 has a little less.
-        if budget is not None and budget > 1.1 * has_bytes:
-            raise typer.BadParameter(
-                f"{format_bytes(budget)} is more than {machine.name} has, "
-                f"{format_bytes(has_bytes)}",
-                param_hint=option,
-            )
-
-
-def _find_machine(name: str) -> Machine:
+def _find_machine(name: str, disk: str | None) -> Machine:
     try:
-        return planning.machine_named(name)
+        return planning.machine_named(name, disk)
     except (ValueError, LookupError) as error:
         raise typer.BadParameter(_line(error), param_hint="--machine") from None
     except (OutcoreError, OSError, RuntimeError) as error:
@@ -376,74 +367,8 @@ def _compare(
         num_parameters=spec.num_parameters,
         hidden_size=spec.hidden_size,
         train_tokens=train_tokens,
+        num_frozen=spec.frozen_parameters,
+        frozen_bytes=spec.frozen_bytes(plan.job.frozen_weights),
         num_gpus=gpus or 1,
         price_per_hour=price_per_hour,
     )
-
-
-def _show(
-    console: Console,
-    plan: Plan,
-    machine: Machine,
-    smaller: SmallerBudget | None,
-    comparison: Comparison | None,
-) -> None:
-    from outcore.cli.compare_table import comparison_report
-    from outcore.planning.explain import explain
-
-    console.print(explain(plan, machine=machine, smaller=smaller))
-    if plan.job.dtype == "fp32":
-        console.print(
-            "Planned in fp32, in which the engine computes on a CPU; with --state compact or "
-            "minimal it computes in bf16."
-        )
-    if comparison is not None:
-        console.print("")
-        console.print(comparison_report(comparison))
-
-
-def _say_too_long(console: Console, seq_len: int, longest: int | None) -> None:
-    from outcore.model_config import too_long
-
-    if warning := too_long(seq_len, longest):
-        console.print(f"[yellow]{warning[0].upper()}{warning[1:]}.[/]")
-
-
-def _write_files(
-    plan: Plan,
-    machine: Machine,
-    smaller: SmallerBudget | None,
-    comparison: Comparison | None,
-    json_file: str | None,
-    html_file: str | None,
-    console: Console,
-) -> None:
-    from outcore.planning.page import plan_page
-    from outcore.planning.plan_json import plan_to_dict
-
-    if json_file is not None:
-        write_json(
-            {
-                **plan_to_dict(plan),
-                "machine": asdict(machine),
-                "smaller_budget": _smaller_values(smaller),
-                "comparison": None if comparison is None else asdict(comparison),
-            },
-            json_file,
-        )
-    if html_file is not None:
-        page = plan_page(plan, machine=machine, smaller=smaller, comparison=comparison)
-        write_text(page, html_file)
-        console.print(f"[dim]the page: {escape(html_file)}[/]")
-
-
-def _smaller_values(smaller: SmallerBudget | None) -> dict[str, Any] | None:
-    if smaller is None:
-        return None
-    prediction = None if smaller.plan is None else smaller.plan.prediction
-    return {
-        "device_bytes": smaller.device_bytes,
-        "step_s": None if prediction is None else prediction.step_s,
-        "tokens_per_s": None if prediction is None else prediction.tokens_per_s,
-        "refusal": smaller.refusal or None,
-    }

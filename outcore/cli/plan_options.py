@@ -8,9 +8,10 @@ from typing import Any
 
 import typer
 
+from outcore.machine.machine import Machine
 from outcore.planning.plan import Budgets, Job
 from outcore.planning.step_size import MOST_TOKENS, too_many
-from outcore.units import parse_budget
+from outcore.units import format_bytes, parse_budget
 
 HERE = "here"
 
@@ -74,6 +75,33 @@ def budgets(device: str | None, host: str | None, disk: str | None, machine: str
         disk_bytes=disk_bytes,
         disk_path=disk_path,
     )
+
+
+def check_budgets(job: Job, machine: Machine) -> None:
+    """Refuse more memory than the machine has: such a plan could not be carried out."""
+    for option, budget, has_bytes in (
+        ("--device-memory", job.budgets.device_bytes, machine.device_memory_bytes),
+        ("--host-memory", job.budgets.host_bytes, machine.host_memory_bytes),
+    ):
+        # A card that is sold with 24 has a little less.
+        if budget is not None and budget > 1.1 * has_bytes:
+            raise typer.BadParameter(
+                f"{format_bytes(budget)} is more than {machine.name} has, "
+                f"{format_bytes(has_bytes)}",
+                param_hint=option,
+            )
+    disk_bytes = job.budgets.disk_bytes
+    if machine.name == HERE and disk_bytes:
+        if not machine.disk_read_bytes_s:
+            raise typer.BadParameter(
+                f"{job.budgets.disk_path} is memory, not a disk", param_hint="--disk"
+            )
+        if disk_bytes > machine.disk_bytes:
+            raise typer.BadParameter(
+                f"{format_bytes(disk_bytes)}, but {format_bytes(machine.disk_bytes)} are free at "
+                f"{job.budgets.disk_path}",
+                param_hint="--disk",
+            )
 
 
 def _size(text: str | None, option: str) -> int | None:

@@ -42,11 +42,11 @@ def lora_spec(source: str, rank: int) -> ModelSpec:
     return model_spec.model_spec(source, adapters=adapters)
 
 
-def machine_named(name: str) -> Machine:
-    """Return a machine of the catalogue, or this one, measured, for "here"."""
+def machine_named(name: str, disk: str | None = None) -> Machine:
+    """Return a machine of the catalogue, or this one with the disk of a folder for "here"."""
     from outcore import machine
 
-    return machine.machine_named(name)
+    return machine.machine_named(name, disk=disk)
 
 
 def default_dtype(machine: Machine, state_format: str) -> Literal["bf16", "fp32"]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,7 +105,7 @@ class Changes:
         alone = rows[fits.all(axis=1), index]
         if not len(alone):
             return None
-        larger = replace(job, budgets=_budgets(job, {tier: int(alone.min())}))
+        larger = replace(job, budgets=self._budgets(job, {tier: int(alone.min())}))
         return larger if self._fits(larger) else None
 
     # --- several at once ------------------------------------------------------------------------
@@ -152,7 +153,7 @@ class Changes:
             for tier, need, limit in zip(TIERS, nearest, limits, strict=True)
             if need > limit
         }
-        larger = replace(self._job, budgets=_budgets(self._job, short))
+        larger = replace(self._job, budgets=self._budgets(self._job, short))
         return [larger] if self._fits(larger) else []
 
     # --- what fits ------------------------------------------------------------------------------
@@ -169,18 +170,18 @@ class Changes:
         limits = budgets_of(self._machine, job.budgets)
         return [limits[tier] for tier in TIERS]
 
+    def _budgets(self, job: Job, num_bytes: dict[Tier, int]) -> Budgets:
+        """Return budgets of which ``num_bytes`` can be filled, as they are printed."""
+        sizes = {tier: _round_up(_budget_for(tier, value)) for tier, value in num_bytes.items()}
+        if self._machine.is_unified and "device" in sizes and job.budgets.host_bytes is not None:
+            sizes["host"] = max(sizes["device"], job.budgets.host_bytes)  # of the same bytes
+        changed: dict[str, Any] = {f"{tier}_bytes": size for tier, size in sizes.items()}
+        return replace(job.budgets, **changed)
+
     def _growth(self, job: Job) -> float:
         limits = zip(TIERS, self._limits(self._job), strict=True)
         asked = [(getattr(job.budgets, f"{tier}_bytes"), limit) for tier, limit in limits]
         return float(sum(size / max(1, limit) for size, limit in asked if size is not None))
-
-
-def _budgets(job: Job, num_bytes: dict[Tier, int]) -> Budgets:
-    """Return budgets of which ``num_bytes`` can be filled, as they are printed."""
-    changed = {
-        f"{tier}_bytes": _round_up(_budget_for(tier, value)) for tier, value in num_bytes.items()
-    }
-    return replace(job.budgets, **changed)  # type: ignore[arg-type]
 
 
 def _budget_for(tier: str, num_bytes: int) -> int:

@@ -57,6 +57,7 @@ class Comparison:
     exchange_s: float  # of each offloaded step, for gradients between machines
     resident: Way | None  # None: not even one sequence fits beside the gathered blocks
     resident_bytes: int  # weights, gradients and state, all GPUs together
+    frozen_bytes: int  # of these: weights that are not trained
     activation_bytes: int  # a GPU's, for one sequence, with checkpointing
     assumptions: Assumptions
 
@@ -68,27 +69,37 @@ def compare(
     num_parameters: int,
     hidden_size: int,
     train_tokens: float,
+    num_frozen: int = 0,
+    frozen_bytes: int = 0,
     num_gpus: int = 1,
     price_per_hour: float | None = None,
     assumptions: Assumptions | None = None,
 ) -> Comparison:
-    """Return both ways. ``price_per_hour``: of one machine; the catalogue's if None."""
+    """Return both ways. ``price_per_hour``: of one machine; the catalogue's if None.
+
+    Of the parameters ``num_frozen`` are not trained (a base under adapters): weights alone, of
+    ``frozen_bytes`` in all.
+    """
     assume = assumptions or Assumptions()
     if not (math.isfinite(train_tokens) and train_tokens > 0):
         raise ValueError(f"the tokens to train on must be a positive number, not {train_tokens}")
     if num_gpus < 1:
         raise ValueError(f"the number of GPUs must be at least 1, not {num_gpus}")
     price = machine.price_per_hour if price_per_hour is None else price_per_hour
-    exchange_s = gradient_exchange_s(machine, num_parameters, num_gpus, assume)
+    num_trained = num_parameters - num_frozen
+    exchange_s = gradient_exchange_s(machine, num_trained, num_gpus, assume)
     step_s = plan.prediction.step_s + exchange_s
     offload = _way(num_gpus, num_gpus * plan.job.tokens / step_s, train_tokens, price)
 
     activation_bytes = checkpointed_activation_bytes(plan, hidden_size, assume)
-    fewest = fewest_gpus(plan, machine, num_parameters, activation_bytes, assume)
+    resident_bytes = num_trained * assume.resident_bytes_per_parameter + frozen_bytes
+    fewest = fewest_gpus(plan, machine, num_parameters, resident_bytes, activation_bytes, assume)
     resident = None
     if fewest is not None:
-        # The plan's own compute lane, never waiting: the planner's figures on both sides.
+        # The plan's own compute lane, never waiting: the planner's figures on both sides. Gradients
+        # that all have a home are clipped without a second pass.
         compute_s = plan.prediction.busy_s.get("compute") or plan.prediction.step_s
+        compute_s /= plan.job.num_passes
         efficiency = assume.sharded_efficiency if fewest > 1 else 1.0
         tokens_per_s = fewest * efficiency * plan.job.tokens / compute_s
         resident = _way(fewest, tokens_per_s, train_tokens, price)
@@ -98,7 +109,8 @@ def compare(
         offload=offload,
         exchange_s=exchange_s,
         resident=resident,
-        resident_bytes=num_parameters * assume.resident_bytes_per_parameter,
+        resident_bytes=resident_bytes,
+        frozen_bytes=frozen_bytes,
         activation_bytes=activation_bytes,
         assumptions=assume,
     )
@@ -111,12 +123,12 @@ def _way(num_gpus: int, tokens_per_s: float, train_tokens: float, price: float |
 
 
 def gradient_exchange_s(
-    machine: Machine, num_parameters: int, num_gpus: int, assume: Assumptions
+    machine: Machine, num_trained: int, num_gpus: int, assume: Assumptions
 ) -> float:
     """Return the time of a ring all-reduce over the link, with nothing hidden behind compute."""
     if num_gpus == 1:
         return 0.0
-    gradient_bytes = num_parameters * assume.gradient_bytes_per_parameter
+    gradient_bytes = num_trained * assume.gradient_bytes_per_parameter
     return 2 * (num_gpus - 1) / num_gpus * gradient_bytes / machine.both_ways_bytes_s
 
 
@@ -130,11 +142,11 @@ def fewest_gpus(
     plan: Plan,
     machine: Machine,
     num_parameters: int,
+    resident_bytes: int,
     activation_bytes: int,
     assume: Assumptions,
 ) -> int | None:
     """Return how many GPUs hold the model without offloading; None if no number does."""
-    resident_bytes = num_parameters * assume.resident_bytes_per_parameter
     usable = assume.usable_share * machine.device_memory_bytes - activation_bytes
     if resident_bytes <= usable:
         return 1
@@ -151,9 +163,7 @@ def assumption_sentences(comparison: Comparison) -> list[str]:
     """Return what the figures take for granted, a sentence each."""
     assume = comparison.assumptions
     sentences = [
-        "Without offloading: "
-        f"{assume.resident_bytes_per_parameter} bytes a parameter (bf16 weight and gradient, fp32 "
-        f"master and moments: {format_bytes(comparison.resident_bytes)}), sharded over the GPUs; "
+        f"Without offloading: {_resident_words(comparison)}, sharded over the GPUs; "
         f"each works on one sequence at a time with checkpointing "
         f"({format_bytes(comparison.activation_bytes)}) and uses {assume.usable_share:.0%} of its "
         "memory.",
@@ -175,6 +185,19 @@ def assumption_sentences(comparison: Comparison) -> list[str]:
     else:
         sentences.append("No price is known for this machine: --price-per-hour gives one.")
     return sentences
+
+
+def _resident_words(comparison: Comparison) -> str:
+    each = comparison.assumptions.resident_bytes_per_parameter
+    total = format_bytes(comparison.resident_bytes)
+    if not comparison.frozen_bytes:
+        return (
+            f"{each} bytes a parameter (bf16 weight and gradient, fp32 master and moments: {total})"
+        )
+    return (
+        f"{format_bytes(comparison.frozen_bytes)} of frozen weights, and {each} bytes for each "
+        f"parameter that is trained ({total} in all)"
+    )
 
 
 def verdict_sentences(comparison: Comparison) -> list[str]:

@@ -12,6 +12,7 @@ from functools import lru_cache
 from outcore.kernels.packed_format import FORMATS
 from outcore.machine.machine import Machine
 from outcore.model_spec import BlockSpec, ModelSpec
+from outcore.planning.device_type import device_type
 from outcore.planning.plan import Job
 from outcore.planning.state_bytes import StateBytes
 from outcore.store.packed_spans import packed_bytes
@@ -51,7 +52,7 @@ class Costs:
         self._spec = spec
         self._num_micro_batches = -(-job.sequences // micro_batch)
         self._matmul_flops_s = machine.matmul_flops_s * MATMUL_EFFICIENCY
-        if job.dtype == "fp32":
+        if job.dtype == "fp32" and device_type(machine) == "cuda":  # a CPU's figure is fp32's
             self._matmul_flops_s *= FP32_MATMUL_SHARE
         self._block = lru_cache(maxsize=None)(self._block_cost)
         self.blocks = tuple(

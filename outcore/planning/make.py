@@ -14,6 +14,7 @@ from outcore.kernels.packed_format import packed_format
 from outcore.machine import machine_named
 from outcore.machine.machine import Machine
 from outcore.model_spec import ModelSpec, model_spec, spec_of_model
+from outcore.optim.state_format import state_format as check_state_format
 from outcore.planning.device_type import default_dtype
 from outcore.planning.plan import Budgets, Clipping, FrozenWeights, Job, Plan, StateFormat
 from outcore.planning.search import make_plan
@@ -23,6 +24,11 @@ from outcore.units import parse_budget
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+_TORCH_TYPES: dict[Literal["bf16", "fp32"], torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+}
 
 
 def plan(
@@ -50,7 +56,8 @@ def plan(
         (frozen parameters are then seen). No weights are read or fetched.
     machine: "here" measures this one (once), a name is looked up in the catalogue.
     device_memory, host_memory: budgets such as "24GiB"; None for what is free.
-    disk: "/mnt/nvme:500GiB" lets weights and state go there; None: no disk.
+    disk: "/mnt/nvme:500GiB" lets weights and state go there; None: no disk. With "here", that is
+        the disk whose speed counts.
     clipping: True lets gradients wait for the norm of all; False is for
         ``AdamW(update_during_backward=True)``, "two-pass" for the same with ``max_grad_norm``.
     masked: True where sequences hold several documents, or padding: Transformers then makes a mask
@@ -76,6 +83,9 @@ def plan(
         disk_path=None if budget is None else str(budget.path),
     )
     packed_format(frozen_weights)  # refuses other names
+    check_state_format(state_format, torch.bfloat16)  # its name, before anything is measured
+    if objective not in ("speed", "memory"):
+        raise ValueError(f'objective must be "speed" or "memory", not {objective!r}')
     if isinstance(model, nn.Module):
         if adapters is not None:
             raise ValueError("a model at hand has its adapters: leave adapters out")
@@ -83,12 +93,17 @@ def plan(
     else:
         spec = model_spec(model, adapters=adapters)
     _check_something_is_frozen(spec, frozen_weights)
-    found = machine_named(machine) if isinstance(machine, str) else machine
+    if isinstance(machine, str):
+        machine = machine_named(machine, disk=None if budget is None else budget.path)
+    if not isinstance(machine, Machine):
+        raise ValueError(f"machine must be a name such as 'here', or a Machine, not {machine!r}")
+    number = _dtype(dtype, machine, state_format)
+    check_state_format(state_format, _TORCH_TYPES[number])
     job = Job(
         tokens=tokens,
         seq_len=seq_len,
         clipping=_clipping(clipping),
-        dtype=_dtype(dtype, found, state_format),
+        dtype=number,
         state_format=state_format,
         frozen_weights=frozen_weights,
         micro_batch=micro_batch,
@@ -97,7 +112,7 @@ def plan(
         is_masked=masked,
         checkpoints=checkpoints,
     )
-    return make_plan(spec, found, job)
+    return make_plan(spec, machine, job)
 
 
 def _clipping(asked: bool | str) -> Clipping:
@@ -124,15 +139,10 @@ def _dtype(
 ) -> Literal["bf16", "fp32"]:
     if dtype is None:
         return default_dtype(machine, state_format)
-    names: dict[Any, Literal["bf16", "fp32"]] = {
-        "bf16": "bf16",
-        "fp32": "fp32",
-        torch.bfloat16: "bf16",
-        torch.float32: "fp32",
-    }
-    if dtype not in names:
-        raise ValueError(f'dtype must be "bf16" or "fp32", or torch\'s name of it, not {dtype!r}')
-    return names[dtype]
+    for name, number in _TORCH_TYPES.items():
+        if dtype in (name, number):
+            return name
+    raise ValueError(f'dtype must be "bf16" or "fp32", or torch\'s name of it, not {dtype!r}')
 
 
 def _bytes(size: int | str | None, what: str) -> int | None:

@@ -32,13 +32,18 @@ _Add = Callable[[str, str, float], None]
 
 
 def budgets_of(machine: Machine, budgets: Budgets) -> dict[str, int]:
-    """Return the bytes that a plan may fill in each tier."""
+    """Return the bytes that a plan may fill in each tier.
+
+    One memory is the device's: a budget of the host is one of the same bytes.
+    """
     device = budgets.device_bytes
     if device is None:
         device = int(machine.device_memory_bytes * DEVICE_SHARE)
     host = budgets.host_bytes
     if host is None:
         host = max(0, int(machine.host_memory_bytes * HOST_SHARE) - PROCESS_BYTES)
+    elif machine.is_unified:
+        device = min(device, host)
     has_disk = machine.disk_read_bytes_s > 0 and machine.disk_both_ways_bytes_s > 0
     disk = budgets.disk_bytes if budgets.disk_bytes is not None else machine.disk_bytes
     return {
@@ -62,9 +67,12 @@ class MemoryModel:
         self._inputs = [input_bytes(block, job) for block in spec.blocks]
         width = spec.hidden_size * BYTES_OF[job.dtype]
         self._stream_bytes = self._tokens * width  # the hidden states of the batch
+        num_micro_batches = -(-job.sequences // micro_batch)
         # A kept block holds its input and what autograd saved.
         self._kept = [
-            int(self._kept_per_token(block) * self._tokens) + kept_input
+            int(self._kept_per_token(block) * self._tokens)
+            + num_micro_batches * self._adapted_bytes(block)
+            + kept_input
             for block, kept_input in zip(spec.blocks, self._inputs, strict=True)
         ]
         self._num_norms = sum(edge.runs_as_block for edge in spec.edges)
@@ -209,7 +217,14 @@ class MemoryModel:
     @cached_property
     def _graph_bytes(self) -> list[float]:
         """What autograd saves of one micro-batch, block by block."""
-        return [self._rows_at_once * self._kept_per_token(block) for block in self._spec.blocks]
+        return [
+            self._rows_at_once * self._kept_per_token(block) + self._adapted_bytes(block)
+            for block in self._spec.blocks
+        ]
+
+    def _adapted_bytes(self, block: BlockSpec) -> int:
+        """Experts' matrices with their adapters added, which each micro-batch makes and saves."""
+        return sum(block.adapted_stacks) * self._bytes.weight
 
     @cached_property
     def _beside_bytes(self) -> list[float]:
@@ -217,6 +232,7 @@ class MemoryModel:
         return [
             self._rows_at_once * self._beside_per_token(block)
             + block.trainable_parameters * self._bytes.gradient
+            + max(block.adapted_stacks, default=0) * self._bytes.weight  # the sum's gradient
             for block in self._spec.blocks
         ]
 

@@ -64,7 +64,7 @@ def _search(spec: ModelSpec, machine: Machine, job: Job) -> Plan | None:
     fitting = without_disk if len(without_disk) else fitting
     best = _fastest(table, fitting, _simple_fitting(table, limits))
     if job.objective == "memory":
-        best = _leanest(table, fitting, best)
+        best = _leanest(table, fitting, limits, best)
     return _plan(spec, machine, job, table, best[0])
 
 
@@ -128,11 +128,15 @@ def fitting_choices(table: ChoiceTable, limits: Limits) -> Choices:
     """Return every choice of the grid that fits."""
     for slots in ([2, 3], [1]):  # one slot hides no fetch: only where two do not fit
         choices = filled(table, limits, slots)
-        device, host, disk = table.bytes_of(choices)
-        fit = (device <= limits["device"]) & (host <= limits["host"]) & (disk <= limits["disk"])
+        fit = _fit(table, choices, limits)
         if fit.any():
             break
     return choices.where(fit)
+
+
+def _fit(table: ChoiceTable, choices: Choices, limits: Limits) -> NDArray[np.bool_]:
+    device, host, disk = table.bytes_of(choices)
+    return (device <= limits["device"]) & (host <= limits["host"]) & (disk <= limits["disk"])
 
 
 def filled(table: ChoiceTable, limits: Limits, slots: list[int]) -> Choices:
@@ -298,21 +302,35 @@ def _plainness(choice: Choice) -> tuple[bool, int, int]:
     return uses_disk, choice.offloads_inputs, -choice.num_slots
 
 
-def _leanest(table: ChoiceTable, fitting: Choices, fastest: Played) -> Played:
+def _leanest(table: ChoiceTable, fitting: Choices, limits: Limits, fastest: Played) -> Played:
     """Return the choice of least device memory among those at most 1.1 times as slow."""
     most_s = SLOWER_FOR_MEMORY * fastest[1].step_s
     n = table.num_blocks
     fewer = _joined(
-        *(fitting.but(last_kept=np.minimum(fitting.last_kept, kept)) for kept in _spread(n, 8))
+        *(fitting.but(last_kept=np.minimum(fitting.last_kept, kept)) for kept in _spread(n, 8)),
     )
-    fewer = fewer.where(table.least_s(fewer) <= most_s)
-    order = np.argsort(table.bytes_of(fewer)[0], kind="stable")
-    for index in order[: max(40, _WORK // n)]:
-        choice = fewer[int(index)]
-        simulated = table.simulate(choice)
-        if simulated.step_s <= most_s:
-            return choice, simulated
-    return fastest
+    # Inputs that are kept no longer may wait on the host, which must have room for them.
+    fewer = fewer.where(_fit(table, fewer, limits) & (table.least_s(fewer) <= most_s)).distinct()
+    device, least = table.bytes_of(fewer)[0], table.bytes_of(Choices.of([fastest[0]]))[0]
+    order = np.argsort(device, kind="stable")
+    fewer = fewer.where(order[device[order] < least])
+
+    def first(positions: range) -> tuple[int, Played] | None:
+        for position in positions:
+            choice = fewer[position]
+            simulated = table.simulate(choice)
+            if simulated.step_s <= most_s:
+                return position, (choice, simulated)
+        return None
+
+    # Far more than can be simulated: one of several, and then those just before the first that is
+    # fast enough.
+    several = max(1, -(-len(fewer) // max(20, _WORK // (2 * n))))
+    found = first(range(0, len(fewer), several))
+    if found is None:
+        return fastest
+    before = first(range(max(0, found[0] - several + 1), found[0]))
+    return (before or found)[1]
 
 
 # --- the plan -------------------------------------------------------------------------------------

@@ -127,6 +127,9 @@ def budget_bytes(plan: Plan, machine: Machine | None) -> dict[str, int]:
             "host": machine.host_memory_bytes,
             "disk": machine.disk_bytes,
         }
+        if machine.is_unified and budgets.host_bytes is not None:  # of the same bytes
+            has["device"] = min(has["device"], budgets.host_bytes)
+            asked["device"] = min(has["device"], budgets.device_bytes or has["device"])
         asked = {tier: has[tier] if size is None else size for tier, size in asked.items()}
     return {tier: size for tier, size in asked.items() if size}
 

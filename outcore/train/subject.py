@@ -104,7 +104,8 @@ def plan_for(
 ) -> Plan:
     """Return the plan of this run on this machine; DoesNotFit with what would."""
     assert settings.seq_len is not None
-    machine = here(progress=probing)
+    disk = None if settings.disk is None else parse_disk(settings.disk).path
+    machine = here(disk=disk, progress=probing)
     device = named_device(settings.device)
     if device.type == "cpu":
         machine = computing_on_cpu(machine)

@@ -30,6 +30,10 @@ class TinySpec:
     num_parameters: int = 7_600_000_000
     hidden_size: int = 3584
     longest_sequence: int = 32768
+    frozen_parameters: int = 0
+
+    def frozen_bytes(self, frozen_weights: str | None) -> int:
+        return 0
 
 
 class Planner:
@@ -60,7 +64,7 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> Planner:
             raise ValueError(f"{source!r} is neither a directory nor a shape. Shapes: qwen2.5-7b.")
         return TinySpec()
 
-    def machine_named(name: str) -> Machine:
+    def machine_named(name: str, disk: str | None = None) -> Machine:
         if name == "here":
             raise RuntimeError("no device")
         if name != "h200-pcie5":
@@ -91,6 +95,28 @@ def test_the_table_and_the_next_smaller_budget(planner: Planner) -> None:
     asked, smaller = planner.jobs
     assert asked == Job(tokens=32768, seq_len=2048, budgets=Budgets(disk_bytes=0))
     assert smaller.budgets.device_bytes == 20 * GIB
+
+
+def test_the_disk_here_is_measured_at_its_path(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[tuple[str, str | None]] = []
+    found = make_machine(name="here", disk_bytes=100 * GIB, disk_read_bytes_s=1e9)
+
+    def machine_named(name: str, disk: str | None = None) -> Machine:
+        asked.append((name, disk))
+        return found
+
+    monkeypatch.setattr(planning, "machine_named", machine_named)
+    assert run_plan("qwen2.5-7b", "--disk", f"{tmp_path}:100GiB").exit_code == 0
+    assert asked == [("here", str(tmp_path))]
+    result = run_plan("qwen2.5-7b", "--disk", f"{tmp_path}:101GiB")
+    assert result.exit_code == 2
+    assert "--disk: 101.0 GiB, but 100.0 GiB are free at" in unwrapped(result.output)
+    found = make_machine(name="here", disk_bytes=0, disk_read_bytes_s=0.0)
+    result = run_plan("qwen2.5-7b", "--disk", f"{tmp_path}:1GiB")
+    assert result.exit_code == 2
+    assert "is memory, not a disk" in unwrapped(result.output)
 
 
 def test_every_option_reaches_the_job(planner: Planner) -> None:
@@ -126,7 +152,7 @@ def test_clipping_in_two_passes(planner: Planner) -> None:
 def test_a_cpu_is_planned_in_fp32_as_from_python(
     device: str, state: str, dtype: str, planner: Planner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planning, "machine_named", lambda _: make_machine(device_name=device))
+    monkeypatch.setattr(planning, "machine_named", lambda *_: make_machine(device_name=device))
     result = run_plan("qwen2.5-7b", "--state", state)
     assert result.exit_code == 0, result.output
     assert {job.dtype for job in planner.jobs} == {dtype}
@@ -333,6 +359,17 @@ def test_a_base_in_4_bit_under_adapters(tmp_path: Path) -> None:
     assert "frozen weights in int4" in unwrapped(result.stdout)
     assert "expanded weights" in result.stdout
     assert read_plan(file).job.frozen_weights == "int4"
+
+
+def test_one_card_holds_adapters_and_the_weights_of_their_base() -> None:
+    pytest.importorskip("peft")
+    result = run_plan(
+        *("qwen2.5-1.5b", "--machine", "rtx-4090", "--lora", "8"),
+        *("--compare", "--train-tokens", "1e8"),
+    )
+    assert result.exit_code == 0, result.output
+    assert "One GPU holds the model without offloading" in unwrapped(result.stdout)
+    assert "2.9 GiB of frozen weights" in unwrapped(result.stdout)
 
 
 def test_adapters_larger_than_the_model_are_a_mistake() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import outcore
 from outcore.checkpoint.async_checkpoints import AsyncCheckpoints
@@ -47,6 +49,43 @@ CHOICES = {
         num_visits=4,
     ),
 }
+
+
+def test_adapters_of_experts_keep_what_the_plan_counts() -> None:
+    """PEFT adds them to all experts' matrices, and autograd keeps the sum: much, of few tokens."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    adapters = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    model: Any = peft.get_peft_model(MixtralForCausalLM(config), adapters).train()
+    spec = spec_of_model(model)
+    router, *experts = sorted(spec.blocks[0].adapted_stacks)
+    assert (router, experts) == (4 * 64, [4 * 64 * 256, 4 * 64 * 512])
+    machine = replace(machine_named("h200-pcie5"), device_name="CPU: any")
+    job = Job(tokens=4 * 4, seq_len=4, dtype="fp32")
+    plan = plan_of(spec, machine, job, Choice(last_kept=2).placement(2, micro_batch=4))
+    model = outcore.offload(model, plan=plan, device="cpu")
+    optimizer = outcore.AdamW(model, lr=1e-3, max_grad_norm=1.0)
+    ids = torch.randint(0, 256, (4, 4))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*recomputed instead of kept")
+        for _ in range(2):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    device = outcore.engine_of(model).report()[0]
+    planned = plan.peak_bytes["device"]["kept activations"]
+    assert device.purposes["kept activations"] == pytest.approx(planned, rel=0.1)
+    outcore.release(model)
 
 
 @pytest.mark.parametrize("clipping", ["waiting", "two-pass", "none"])

@@ -2,9 +2,11 @@
 
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import outcore
 from outcore.machine import Machine, catalogue_names, machine_named, named
 from outcore.machine.catalogue import catalogue_note
 from outcore.machine.probe import ProbeReport
@@ -140,8 +142,24 @@ def test_unknown_names_get_the_close_ones(asked: str, answer: str) -> None:
 
 
 def test_here_is_probed(quick_report: ProbeReport, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(named, "here", lambda progress: quick_report.machine)
+    monkeypatch.setattr(named, "here", lambda **_: quick_report.machine)
     assert machine_named("here").name == "here"
+
+
+def test_a_plan_here_is_for_the_disk_that_it_names(
+    quick_report: ProbeReport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Path | None] = []
+
+    def probe(*, disk: Path | None, progress: Any) -> ProbeReport:
+        asked.append(disk)
+        return quick_report
+
+    monkeypatch.setattr("outcore.machine.probe.probe", probe)
+    job = {"tokens": 2048, "seq_len": 2048, "device_memory": "64GiB"}
+    outcore.plan("smollm2-135m", **job, disk=f"{tmp_path}:10GiB")
+    outcore.plan("smollm2-135m", **job)
+    assert asked == [tmp_path, None]
 
 
 def test_notes_say_what_a_figure_cannot() -> None:

@@ -56,6 +56,26 @@ def test_the_fewest_gpus_hold_it_and_one_less_does_not() -> None:
     assert result.resident.tokens_per_s == pytest.approx(fewest * 0.85 * 32768 / 3.4)
 
 
+def test_a_frozen_base_is_weights_alone() -> None:
+    """Under adapters no parameter of the base has a gradient, a master or moments."""
+    frozen = {"num_frozen": 7_500_000_000, "frozen_bytes": 15_000_000_000}
+    result = comparison(**frozen)
+    assert result.resident_bytes == 16 * 100_000_000 + 15_000_000_000
+    assert result.resident is not None
+    assert result.resident.num_gpus == 1
+    assert comparison(num_gpus=2, **frozen).exchange_s == pytest.approx(2 * 1e8 / 50e9)
+    said = assumption_sentences(result)[0]
+    assert "14.0 GiB of frozen weights, and 16 bytes for each parameter that is trained" in said
+    assert "frozen" not in assumption_sentences(comparison())[0]
+
+
+def test_gpus_that_hold_the_gradients_clip_them_in_one_pass() -> None:
+    plan = make_plan()
+    twice = replace(plan.prediction, busy_s={**plan.prediction.busy_s, "compute": 6.8})
+    two_pass = replace(plan, job=replace(plan.job, clipping="two-pass"), prediction=twice)
+    assert comparison(plan=two_pass).resident == comparison().resident
+
+
 def test_a_model_that_one_gpu_holds() -> None:
     result = comparison(num_parameters=100_000_000)
     assert result.resident is not None

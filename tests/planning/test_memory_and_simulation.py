@@ -15,6 +15,7 @@ from outcore.machine.machine import Machine
 from outcore.model_spec import ModelSpec, model_spec
 from outcore.planning.choice_table import ChoiceTable
 from outcore.planning.choices import TIERS, Choice, Choices
+from outcore.planning.cost import Costs
 from outcore.planning.loss_chunks import chunk_rows
 from outcore.planning.memory import budgets_of, totals
 from outcore.planning.micro_batch import pick_micro_batch
@@ -165,6 +166,18 @@ def test_traffic_of_an_update(state_format: str, traffic: float) -> None:
 def test_fp32_has_no_remainder() -> None:
     sizes = StateBytes.of(Job(tokens=1, seq_len=1, dtype="fp32"))
     assert (sizes.weight, sizes.state, sizes.gradient) == (4, 8, 4)
+
+
+def test_fp32_halves_the_products_of_a_gpu_but_not_of_a_cpu() -> None:
+    """A CPU is measured in fp32, which it computes in."""
+    spec, slow = tiny_spec(num_blocks=2), {"matmul_flops_s": 1e10}
+    for name, factor in (("NVIDIA H200", 2), ("CPU: any", 1)):
+        machine = replace(H200, device_name=name, **slow)
+        bf16, fp32 = (
+            Costs(spec, machine, replace(JOB, dtype=dtype), 4).blocks[0].forward_s
+            for dtype in ("bf16", "fp32")
+        )
+        assert fp32 == pytest.approx(factor * bf16, rel=0.01)
 
 
 def test_budgets_leave_room_for_fragments_and_the_process() -> None:

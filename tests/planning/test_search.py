@@ -102,6 +102,23 @@ def test_least_memory_is_less_and_hardly_slower(
     assert lean.prediction.step_s <= 1.1 * fast.prediction.step_s * (1 + 1e-9)
 
 
+def test_least_memory_is_looked_for_among_more_than_can_be_simulated() -> None:
+    spec, machine = model_spec("mixtral-8x7b"), replace(H200, host_memory_bytes=3 << 40)
+    job = Job(tokens=8192, seq_len=2048, budgets=Budgets(disk_bytes=0))
+    fast = make_plan(spec, machine, job)
+    lean = make_plan(spec, machine, replace(job, objective="memory"))
+    assert lean.tier_bytes("device") < 0.6 * fast.tier_bytes("device")
+    assert lean.prediction.step_s <= 1.1 * fast.prediction.step_s
+
+
+@pytest.mark.parametrize("host", [1, 4, 16])
+def test_least_memory_keeps_the_budget_of_the_host_too(host: int) -> None:
+    """Inputs of blocks that keep their activations no longer may wait there."""
+    spec, budgets = model_spec("qwen2.5-3b"), Budgets(host_bytes=host * GIB, disk_bytes=0)
+    job = Job(tokens=32_768, seq_len=2048, objective="memory", budgets=budgets)
+    assert make_plan(spec, H200, job).tier_bytes("host") <= host * GIB
+
+
 def test_405b_with_every_choice_open_is_planned_in_5_s() -> None:
     spec = model_spec("llama-3.1-405b")
     machine = replace(H200, host_memory_bytes=3 << 40, disk_bytes=16 << 40)
@@ -138,6 +155,22 @@ def test_a_unified_machine_copies_nothing() -> None:
     assert {block.weights for block in plan.blocks} == {"device"}
     assert plan.prediction.busy_s["to device"] == plan.prediction.busy_s["to host"] == 0
     assert plan.tier_bytes("host") == 0
+
+
+def test_one_memory_keeps_a_budget_of_the_host_too() -> None:
+    spec, machine = tiny_spec(), replace(H200, is_unified=True)
+    job = Job(tokens=8192, seq_len=1024, budgets=Budgets(disk_bytes=0))
+    used = make_plan(spec, machine, job).tier_bytes("device")
+    less = replace(job, budgets=replace(job.budgets, host_bytes=used * 9 // 10))
+    assert make_plan(spec, machine, less).tier_bytes("device") <= used * 9 // 10
+    none = replace(job, budgets=replace(job.budgets, host_bytes=1024))
+    with pytest.raises(DoesNotFit) as refused:
+        make_plan(spec, machine, none)
+    assert refused.value.changes
+    for change in refused.value.changes:
+        assert 'device_memory="' in change.what
+        assert ' and host_memory="' in change.what
+        make_plan(spec, machine, change.job)
 
 
 def test_a_step_without_a_whole_sequence_is_refused() -> None:

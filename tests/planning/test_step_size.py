@@ -50,6 +50,22 @@ def test_no_micro_batch(micro_batch: Any) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"state_format": "int8"}, "state_format must be one of 'fp32', 'compact', 'minimal'"),
+        ({"state_format": "compact", "dtype": "fp32"}, "is for dtype=torch.bfloat16, not torch.fl"),
+        ({"objective": "money"}, 'objective must be "speed" or "memory", not \'money\''),
+        ({"machine": None}, "machine must be a name such as 'here', or a Machine, not None"),
+    ],
+)
+def test_no_choice(choice: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        outcore.plan(
+            "smollm2-135m", **{"tokens": 2048, "seq_len": 2048, "machine": "h200-pcie5", **choice}
+        )
+
+
 def test_a_job_of_too_many_tokens() -> None:
     with pytest.raises(ValueError, match="2,000,000,000 tokens, but a step of at most"):
         make_plan(tiny_spec(), H200, Job(tokens=2 * 10**9, seq_len=1000))
