@@ -77,10 +77,10 @@ PLANNED = (
 def plan_here(subject: Any, options: dict[str, Any], tokens: int, seq_len: int) -> Plan:
     """Return a plan for this machine, within the budgets of ``options``."""
     device = _device(options["device"])
-    machine = here(progress=_announce_probe)
+    disk = None if options["disk"] is None else parse_disk(options["disk"]).path
+    machine = here(disk=disk, progress=_announce_probe)
     if device.type == "cpu":
         machine = computing_on_cpu(machine)
-    dtype = options["dtype"] or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     return make_plan(
         subject,
         tokens=tokens,
@@ -89,7 +89,7 @@ def plan_here(subject: Any, options: dict[str, Any], tokens: int, seq_len: int) 
         device_memory=options["device_memory"],
         host_memory=options["host_memory"],
         disk=options["disk"],
-        dtype="bf16" if dtype == torch.bfloat16 else "fp32",
+        dtype=options["dtype"],
         state_format=options["state_format"],
         frozen_weights=options["frozen_weights"],
         micro_batch=options["micro_batch"],

@@ -15,6 +15,7 @@ from typing import Any
 from outcore.errors import StoreError
 
 MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+_GIT_LFS = b"version https://git-lfs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +32,15 @@ def read_header(path: Path) -> Header:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(0)
-            length = int.from_bytes(file.read(8), "little")
+            start = file.read(8)
+            length = int.from_bytes(start, "little")
+            if start and _GIT_LFS.startswith(start):
+                raise _wrong(path, "it is a pointer of git-lfs; `git lfs pull` brings the file")
             if not 2 <= length <= min(MOST_HEADER_BYTES, size - 8):
                 raise _wrong(path, f"its header would have {length} bytes, the file has {size}")
             header = json.loads(file.read(length), object_pairs_hook=_no_name_twice)
+    except StoreError:  # is an OSError too
+        raise
     except OSError as error:
         raise _wrong(path, f"cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

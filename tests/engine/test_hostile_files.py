@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
-from outcore.errors import OutcoreError
+from outcore.errors import OutcoreError, StoreError
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -310,6 +310,22 @@ def test_it_is_refused_and_nothing_of_it_runs(
     assert not (directory.parent / "canary").exists(), "its code ran"
     assert not [path for path in opened if "outside" in path], "a file outside was opened"
     assert peak_bytes() - before < MOST_GROWTH_BYTES
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "its header would have 0 bytes, the file has 0"),
+        (b"abc", "its header would have .* the file has 3"),
+        (struct.pack("<Q", 500) + b"{}", "its header would have 500 bytes, the file has 10"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
+    ],
+    ids=["empty", "3 bytes", "cut", "git-lfs"],
+)
+def test_what_is_wrong_with_a_file_is_told(directory: Path, content: bytes, told: str) -> None:
+    (directory / FILE).write_bytes(content)
+    with pytest.raises(StoreError, match=told):
+        outcore.load(directory, device="cpu")
 
 
 def test_an_open_outside_would_be_seen(directory: Path, opened: list[str]) -> None:

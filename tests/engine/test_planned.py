@@ -13,6 +13,7 @@ from families import BY_NAME
 
 import outcore
 from outcore.machine import machine_named
+from outcore.machine.machine import Machine
 from outcore.planning.plan import BlockPlan, Budgets, Job, Plan, Prediction, Span
 
 PREDICTION = Prediction(
@@ -126,6 +127,31 @@ def test_offload_makes_a_plan_for_this_machine(monkeypatch: pytest.MonkeyPatch) 
         outcore.offload(model, device="cpu", device_memory="10KiB", tokens=32, seq_len=8)
     with pytest.raises(ValueError, match="belong together"):
         outcore.offload(model, device="cpu", tokens=32)
+
+
+def test_compact_state_on_a_cpu_is_planned_in_the_type_that_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("outcore.engine.options.here", lambda **_: machine_named("h200-pcie5"))
+    model = BY_NAME["llama"].make()
+    model = outcore.offload(model, device="cpu", state_format="compact", tokens=32, seq_len=8)
+    assert outcore.engine_of(model).options.dtype == torch.bfloat16
+    outcore.release(model)
+
+
+def test_the_disk_that_is_named_is_the_one_that_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured = []
+
+    def here(*, disk: Path | None, **_: Any) -> Machine:
+        measured.append(disk)
+        return machine_named("h200-pcie5")
+
+    monkeypatch.setattr("outcore.engine.options.here", here)
+    options = {"device": "cpu", "tokens": 32, "seq_len": 8}
+    outcore.release(outcore.offload(BY_NAME["llama"].make(), disk=f"{tmp_path}:1GiB", **options))
+    assert measured == [tmp_path]
 
 
 def test_what_the_plan_decides_is_not_given_again() -> None:
