@@ -10,6 +10,7 @@ import contextlib
 import math
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from outcore.named_device import named_device
 from outcore.planning.plan import Plan
 from outcore.planning.side_by_side import Measurement
 from outcore.train import subject
+from outcore.train.changed_settings import changed_settings
 from outcore.train.corpus import CACHE_FOLDER, Corpus, make_corpus
 from outcore.train.display import Display
 from outcore.train.evaluation import Evaluated, evaluate
@@ -51,6 +53,7 @@ from outcore.train.room import best_bytes, check_room_for_model, model_bytes
 from outcore.train.schedule import LearningRate, warmup_steps
 from outcore.train.settings import TrainSettings, to_dict, with_seq_len
 from outcore.train.stopping import StopRequest
+from outcore.train.telling import StepTeller
 
 _FEW_STEPS = 10
 _RECORDED_STEPS = (3, 6)  # of this process: the first ones compile and fill caches
@@ -263,7 +266,7 @@ class _Run:
     def _steps(self, metrics: Metrics, stop: StopRequest) -> None:
         """Take steps until all are done or a stop is asked for."""
         settings, first = self.settings, self.step
-        losses, told = LaggedLoss(), _Told(self, metrics)
+        losses, told = LaggedLoss(), StepTeller(self.display, metrics)
         with self.display.steps(self.step, self.corpus.num_steps), contextlib.ExitStack() as stack:
             record: RunRecord | None = None
             if self._evaluates_here and not metrics.is_evaluated(self.step):
@@ -276,7 +279,7 @@ class _Run:
                     stack.close()
                     self._measured(record)
                 waited_s, loss = self._take_step()
-                told.step(losses.put(loss), waited_s)
+                told.step(losses.put(loss), partial(self._figures, waited_s))
                 if self._evaluates_here:
                     told.flush(losses)
                     self._evaluate(metrics, stop)
@@ -284,6 +287,7 @@ class _Run:
                 if settings.save_every and self.step % settings.save_every == 0:
                     self._save()
             told.flush(losses)
+            self.loss = told.loss
             is_recorded = self.step - first >= _RECORDED_STEPS[0] + 2
             if record is not None and self.measurement is None and is_recorded:
                 self._measured(record)
@@ -312,6 +316,23 @@ class _Run:
         self.optimizer.zero_grad()
         self.step += 1
         return waited_s, loss
+
+    def _figures(self, waited_s: float, step_s: float) -> StepFigures:
+        """Return those of the step just taken; its loss is not known yet."""
+        options = self.corpus.training.options
+        whole = options.batch_size * options.seq_len * self.corpus.cache.documents_per_example
+        return StepFigures(
+            step=self.step,
+            num_steps=self.corpus.num_steps,
+            loss=math.nan,
+            grad_norm=self.optimizer.grad_norm,
+            lr=self.lr.at(self.step - 1),
+            step_s=step_s,
+            tokens_per_s=self.step_tokens / step_s,
+            tflops=self.flops * self.step_tokens / whole / step_s / 1e12,
+            data_wait_s=waited_s,
+            epoch=self.corpus.training.epoch,
+        )
 
     def _evaluate(self, metrics: Metrics, stop: StopRequest) -> Evaluated | None:
         """Return the held-out loss; None without such data, or if a stop is asked for meanwhile."""
@@ -372,7 +393,7 @@ class _Run:
             self.display.message("no checkpoint to resume from: starting at the beginning")
             return
         values = resumed.values
-        changed = _changed(values["settings"], to_dict(self.settings))
+        changed = changed_settings(values["settings"], to_dict(self.settings))
         try:
             self.corpus.training.load_state_dict(values["batches"])
         except ValueError as error:
@@ -403,73 +424,3 @@ class _Run:
                 found: float | None = manifest.values["run"]["best"]
                 return found
         return None
-
-
-class _Told:
-    """Tells the display and the metrics of each step, when its loss is known."""
-
-    def __init__(self, run: _Run, metrics: Metrics) -> None:
-        self._run = run
-        self._metrics = metrics
-        self._pending: StepFigures | None = None
-        self._before_s = time.perf_counter()
-
-    def step(self, loss_before: float | None, waited_s: float) -> None:
-        """A step was taken; ``loss_before`` is that of the step before it."""
-        self._tell(loss_before)
-        run, now_s = self._run, time.perf_counter()
-        step_s, self._before_s = now_s - self._before_s, now_s
-        options = run.corpus.training.options
-        whole = options.batch_size * options.seq_len * run.corpus.cache.documents_per_example
-        self._pending = StepFigures(
-            step=run.step,
-            num_steps=run.corpus.num_steps,
-            loss=float("nan"),
-            grad_norm=run.optimizer.grad_norm,
-            lr=run.lr.at(run.step - 1),
-            step_s=step_s,
-            tokens_per_s=run.step_tokens / step_s,
-            tflops=run.flops * run.step_tokens / whole / step_s / 1e12,
-            data_wait_s=waited_s,
-            epoch=run.corpus.training.epoch,
-        )
-
-    def flush(self, losses: LaggedLoss) -> None:
-        """Tell of the last step too, and leave what follows out of the next step's time."""
-        self._tell(losses.last())
-        self._before_s = time.perf_counter()
-
-    def _tell(self, loss: float | None) -> None:
-        if self._pending is None or loss is None:
-            return
-        figures = replace(self._pending, loss=loss)
-        self._pending = None
-        self._run.loss = loss
-        self._run.display.step(figures)
-        self._metrics.add(
-            "train",
-            figures.step,
-            loss=loss,
-            grad_norm=figures.grad_norm if figures.grad_norm is not None else float("nan"),
-            lr=figures.lr,
-            step_s=figures.step_s,
-            tokens_per_s=figures.tokens_per_s,
-            tflops=figures.tflops,
-            data_wait_s=figures.data_wait_s,
-        )
-
-
-_MAY_CHANGE = {"resume", "save_every", "keep", "log_every", "tensorboard", "num_workers", "output"}
-_MAY_CHANGE |= {"device_memory", "host_memory", "disk", "device", "cache_dir", "eval_every"}
-_MAY_CHANGE |= {"clip_in_two_passes"}
-
-
-def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return what differs and may change the numbers, in words."""
-    return [
-        f"{name} was {before[name]!r}, is {value!r}"
-        for name, value in now.items()
-        if name in before
-        and name not in _MAY_CHANGE
-        and before[name] != (list(value) if isinstance(value, tuple) else value)
-    ]
