@@ -9,6 +9,7 @@ import torch
 import transformers as hf
 from families import LR, VOCAB, batch_of, offloaded, relative_difference
 from torch import nn
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 import outcore
 from outcore.blocks import find_parts
@@ -16,7 +17,7 @@ from outcore.blocks import find_parts
 
 def _mllama(**_: Any) -> Any:
     torch.manual_seed(0)
-    config = hf.MllamaTextConfig(
+    config = MllamaTextConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
