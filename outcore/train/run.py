@@ -78,8 +78,8 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
     settings = with_seq_len(settings, longest)
     if settings.packing and not keeps_packed_documents_apart(config):
         display.message(
-            f"no packing: in transformers, a model of the type {config.model_type} lets packed "
-            "documents see each other"
+            "no packing: nothing shows that, in transformers, a model of the type "
+            f"{config.model_type} keeps packed documents apart"
         )
         settings = replace(settings, packing=False)
     tokenizer = subject.load_tokenizer(settings)
