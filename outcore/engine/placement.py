@@ -5,6 +5,7 @@ Everything that can be refused is refused before the first parameter is touched.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Protocol
@@ -20,6 +21,7 @@ from outcore.errors import UnsupportedModel
 from outcore.kernels.packed_format import PackedFormat, check_range
 from outcore.optim.backend import MakeDisk
 from outcore.optim.disk_updater import num_weight_buffers
+from outcore.optim.state_format import StateTensor
 from outcore.optim.updates import MAX_PIECE_ELEMENTS
 from outcore.store.host_arena import OUT_OF_HOST, HostArena, aligned_bytes
 from outcore.store.ledger import Ledger
@@ -27,6 +29,9 @@ from outcore.store.packed_spans import PackedLayout, is_packable
 from outcore.store.spans import SpanLayout
 from outcore.stream.disk_tensors import DiskShape
 from outcore.stream.unit import Unit
+
+MOVING_IN = "state moving in"
+"""Host memory of what bf16 rounds away, until a home elsewhere takes it."""
 
 Places = Mapping[str, Place]
 """By the names of a part's parameters."""
@@ -133,17 +138,8 @@ def place_units(
         sum(u.span_numel * u.dtype.itemsize for u in resident),
         remedy='Use weights="host", or a larger device_memory.',
     )
-    # Before any is allocated.
-    host_ledger.check("weights", sum(map(_home_bytes, streamed)), remedy=OUT_OF_HOST)
+    _check_host(streamed, with_remainder, remainder, host_ledger)
     arenas = {}
-    remainders = None
-    if remainder is not None and with_remainder:
-        total = sum(
-            aligned_bytes(u.layout.trainable_numel, remainder.dtype) for u in with_remainder
-        )
-        remainders = HostArena(
-            total, purpose="optimizer state", ledger=host_ledger, pin=pin, touch=pin
-        )
     for unit in units:
         if unit.weights_home == "host":
             # What is filled from the host is pinned when it is full, while others are filled. A GPU
@@ -162,8 +158,14 @@ def place_units(
             unit.device_weight = _device_zeros(unit, options.device)
         if unit in with_remainder:
             assert remainder is not None
-            assert remainders is not None
-            unit.remainder = remainders.span(unit.layout.trainable_numel, remainder.dtype)
+            # An arena for each: where the state's home is not the host, it goes when that is built.
+            arena = HostArena(
+                _remainder_bytes(unit, remainder),
+                purpose=_remainder_purpose(unit),
+                ledger=host_ledger,
+                pin=pin,
+            )
+            unit.remainder = arena.span(unit.layout.trainable_numel, remainder.dtype)
     if on_disk:
         assert make_disk is not None
         shapes = [
@@ -187,6 +189,29 @@ def place_units(
 
 def _home_bytes(unit: Unit) -> int:
     return aligned_bytes(unit.span_numel, unit.dtype)
+
+
+def _remainder_bytes(unit: Unit, remainder: StateTensor) -> int:
+    return aligned_bytes(unit.layout.trainable_numel, remainder.dtype)
+
+
+def _remainder_purpose(unit: Unit) -> str:
+    return "optimizer state" if unit.state_home == "host" else MOVING_IN
+
+
+def _check_host(
+    streamed: list[Unit],
+    with_remainder: list[Unit],
+    remainder: StateTensor | None,
+    ledger: Ledger,
+) -> None:
+    """Refuse what exceeds the budget before any of it is allocated."""
+    wanted = Counter({"weights": sum(map(_home_bytes, streamed))})
+    for unit in with_remainder if remainder is not None else ():
+        wanted[_remainder_purpose(unit)] += _remainder_bytes(unit, remainder)
+    holds = [ledger.hold(purpose, size, remedy=OUT_OF_HOST) for purpose, size in wanted.items()]
+    for hold in holds:
+        hold.give_back()
 
 
 def _device_zeros(unit: Unit, device: torch.device) -> Tensor:

@@ -135,7 +135,6 @@ class OptimizerBackend:
                 "this model already has an outcore.AdamW; its state would be built a second time. "
                 "Use the first one, or offload the model anew."
             )
-        remainders = [unit.remainder for unit in self.units]
         taken = self._device_ledger.taken()
         try:
             self._build(passing, check)
@@ -144,12 +143,13 @@ class OptimizerBackend:
                 if purpose in BUILT_ON_DEVICE:
                     self._device_ledger.give_back(purpose, num_bytes - taken.get(purpose, 0))
             if self._disk is not None:
+                for unit in self.units:  # a next try finds what bf16 rounded away in memory
+                    if unit.state_home == "disk" and unit.remainder is not None:
+                        unit.remainder = unit.remainder.clone()
                 self._disk.close()
                 self._disk = None
             for lane in self._lanes:
                 lane.close()
-            for unit, remainder in zip(self.units, remainders, strict=True):
-                unit.remainder = remainder
             self.states, self._lanes = {}, []
             self._waiting = self._passing = None
             raise
@@ -163,10 +163,7 @@ class OptimizerBackend:
         on_device = [unit for unit in self.units if unit.state_home == "device"]
         on_host = [unit for unit in self.units if unit.state_home == "host"]
         on_disk = [unit for unit in self.units if unit.state_home == "disk"]
-        built = {
-            **build_on_device(on_device, format, device=self._device, ledger=self._device_ledger),
-            **build_on_host(on_host, format, ledger=self._host_ledger, pin=self._pin),
-        }
+        built = build_on_device(on_device, format, device=self._device, ledger=self._device_ledger)
         if on_disk:
             assert self._make_disk is not None
             shapes = disk_shapes(on_disk, format, MAX_PIECE_ELEMENTS)
@@ -174,6 +171,8 @@ class OptimizerBackend:
             num_tensors = len(format.tensors) + any(u.host_weight is None for u in on_disk)
             self._disk = self._make_disk("state", shapes, num_staging_buffers(num_tensors))
             built.update(build_on_disk(on_disk, format, self._disk))
+        # After the others, which have taken what came to the host on its way to them.
+        built.update(build_on_host(on_host, format, ledger=self._host_ledger, pin=self._pin))
         self.states = {unit.index: built[unit.index] for unit in self.units}
         copy_out = Lane("copy-out", self._device, hardware="to host")
         copy_back = Lane("copy-back", self._device, hardware="to device")

@@ -14,6 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 import outcore
 from outcore.checkpoint.async_checkpoints import AsyncCheckpoints
 from outcore.checkpoint.folder import CheckpointFolder
+from outcore.engine.placement import MOVING_IN
+from outcore.kernels.master import join_master
 from outcore.machine import machine_named
 from outcore.model_spec import spec_of_model
 from outcore.planning.choices import Choice
@@ -133,3 +135,50 @@ def test_every_purpose_of_every_tier(name: str, clipping: Clipping, tmp_path: Pa
         assert found == pytest.approx(planned, rel=0.02), tier.tier
     checkpoints.close()
     outcore.release(model)
+
+
+@pytest.mark.parametrize("name", ["all on host", "some on device", "state on disk", "three tiers"])
+def test_what_bf16_rounds_away_of_an_fp32_model_leaves_the_host_for_its_home(
+    tmp_path: Path, name: str
+) -> None:
+    model, plan = _fp32_model_with_bf16_plan(tmp_path, name)
+    model = outcore.offload(model, plan=plan, device="cpu")
+    outcore.AdamW(model, lr=1e-3, max_grad_norm=1.0)
+    held = outcore.engine_of(model).host_ledger.taken()
+    assert held["optimizer state"] == pytest.approx(
+        plan.peak_bytes["host"]["optimizer state"], rel=0.02
+    )
+    assert held.get(MOVING_IN, 0) == 0
+    outcore.release(model)
+
+
+def test_an_optimizer_that_was_refused_can_be_made_again_with_the_same_masters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plan = _fp32_model_with_bf16_plan(tmp_path, "three tiers")
+    exact = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model = outcore.offload(model, plan=plan, device="cpu")
+
+    def refused(*args: Any, **options: Any) -> Any:
+        raise outcore.OutOfBudget("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("outcore.optim.backend.build_on_host", refused)
+        with pytest.raises(outcore.OutOfBudget):
+            outcore.AdamW(model, lr=1e-3, max_grad_norm=1.0)
+    optimizer = outcore.AdamW(model, lr=1e-3, max_grad_norm=1.0)
+    state = optimizer.state_dict()["state"]
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        remainder = state[index]["remainder"].reshape(parameter.shape)
+        master = join_master(parameter.detach(), remainder)
+        assert torch.equal(master, exact[name]), name
+    outcore.release(model)
+
+
+def _fp32_model_with_bf16_plan(tmp_path: Path, name: str) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(CONFIG).train()
+    spec = spec_of_model(model)
+    job = Job(tokens=4 * 64, seq_len=64, budgets=Budgets(disk_path=str(tmp_path)))
+    placement = CHOICES[name].placement(len(spec.blocks), micro_batch=2)
+    return model, plan_of(spec, machine_named("h200-pcie5"), job, placement)
