@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import outcore
+from outcore.bench.peers.measure import synchronize
 from outcore.cli.machine import machine_facts
 from outcore.machine import machine_named
 from outcore.machine.machine import Machine
@@ -77,7 +78,6 @@ def measure(
     for tokens, plan in zip(all_tokens, plans, strict=True):
         ids = torch.randint(0, config.vocab_size, (tokens // SEQ_LEN, SEQ_LEN), device=device)
         run_steps(model, optimizer, ids, WARMUP_STEPS)
-        # Steps leave work behind for the next one: the time of all of them, from start to start.
         measured_s = run_steps(model, optimizer, ids, STEPS) / STEPS
         optimizer.synchronize()
         rows.append(
@@ -91,11 +91,13 @@ def measure(
 
 def run_steps(model: Any, optimizer: outcore.AdamW, ids: torch.Tensor, count: int) -> float:
     """Return the seconds that ``count`` steps take."""
+    synchronize()
     start = time.perf_counter()
     for _ in range(count):
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    synchronize()  # the device: what the host still updates, the warm-up left behind as well
     return time.perf_counter() - start
 
 
