@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,15 @@ from outcore.planning.search import plan_of
 from outcore.shapes import shape_config
 
 SEQ_LEN = 1024
-MICRO_BATCH = 4
-WARMUP_STEPS, STEPS = 2, 4
+MICRO_BATCH = 8
+WARMUP_STEPS, STEPS = 3, 5
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True, help="where the raw figures go")
     parser.add_argument("--shapes", default="qwen2.5-3b,qwen2.5-7b", help="with commas")
-    parser.add_argument("--tokens", default="4096,8192,16384,32768,65536", help="with commas")
+    parser.add_argument("--tokens", default="65536,32768,16384,8192", help="with commas")
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
     all_tokens = [int(tokens) for tokens in arguments.tokens.split(",")]
@@ -67,7 +68,9 @@ def measure(
     dtype = "bf16" if device == "cuda" else "fp32"
     plans = [planned(spec, machine, streamed, clips, tokens, dtype) for tokens in all_tokens]
     torch.manual_seed(0)
-    model = outcore.from_config(config, device=device, plan=plans[-1])
+    model = outcore.from_config(
+        config, device=device, plan=max(plans, key=lambda plan: plan.job.tokens)
+    )
     optimizer = outcore.AdamW(
         model,
         lr=1e-5,
@@ -78,10 +81,14 @@ def measure(
     for tokens, plan in zip(all_tokens, plans, strict=True):
         ids = torch.randint(0, config.vocab_size, (tokens // SEQ_LEN, SEQ_LEN), device=device)
         run_steps(model, optimizer, ids, WARMUP_STEPS)
-        measured_s = run_steps(model, optimizer, ids, STEPS) / STEPS
-        optimizer.synchronize()
+        steps_s = run_steps(model, optimizer, ids, STEPS)
         rows.append(
-            {"tokens": tokens, "measured_s": measured_s, "predicted_s": plan.prediction.step_s}
+            {
+                "tokens": tokens,
+                "measured_s": statistics.fmean(steps_s),
+                "steps_s": steps_s,
+                "predicted_s": plan.prediction.step_s,
+            }
         )
     outcore.engine_of(model).close()
     del model, optimizer
@@ -89,16 +96,21 @@ def measure(
     return rows
 
 
-def run_steps(model: Any, optimizer: outcore.AdamW, ids: torch.Tensor, count: int) -> float:
-    """Return the seconds that ``count`` steps take."""
+def run_steps(model: Any, optimizer: outcore.AdamW, ids: torch.Tensor, count: int) -> list[float]:
+    """Return the wall times of steps, which together hold what the device did for all of them.
+
+    What the host still updates at the end, the steps before had left behind as well.
+    """
     synchronize()
-    start = time.perf_counter()
-    for _ in range(count):
+    walls_s, start = [], time.perf_counter()
+    for index in range(count):
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    synchronize()  # the device: what the host still updates, the warm-up left behind as well
-    return time.perf_counter() - start
+        if index == count - 1:
+            synchronize()
+        walls_s.append(time.perf_counter() - start - sum(walls_s))
+    return walls_s
 
 
 def planned(

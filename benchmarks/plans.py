@@ -17,6 +17,8 @@ from typing import Any
 from outcore.bench.job import BenchFailure, BenchJob, BenchRow
 from outcore.bench.peers.runner import run_peer
 from outcore.cli.machine import machine_facts
+from outcore.machine.probe.disk import measure_disk
+from outcore.machine.probe.sizes import FULL
 from outcore.shapes import shape_dict
 
 
@@ -46,6 +48,12 @@ LONG = Setting(
     warmup_steps=1,
     plan={"device_memory": "24GiB"},
 )
+ON_DISK = Setting(
+    shape="qwen2.5-3b",
+    clips=False,
+    disk_bytes=50 * GIB,
+    plan={"host_memory": "12GiB", "device_memory": "16GiB"},
+)
 SETTINGS = {
     "7b": Setting(shape="qwen2.5-7b"),
     "7b-native": Setting(shape="qwen2.5-7b", system="native", micro_batch=1),
@@ -53,10 +61,8 @@ SETTINGS = {
     "7b-24g-no-clip": Setting(shape="qwen2.5-7b", clips=False, plan={"device_memory": "24GiB"}),
     "3b": Setting(shape="qwen2.5-3b"),
     "3b-16g": Setting(shape="qwen2.5-3b", plan={"device_memory": "16GiB"}),
-    "14b": Setting(shape="qwen2.5-14b", steps=4, warmup_steps=2),
-    "32b-compact": Setting(
-        shape="qwen2.5-32b", steps=3, warmup_steps=2, plan={"state_format": "compact"}
-    ),
+    "14b": Setting(shape="qwen2.5-14b"),
+    "32b-compact": Setting(shape="qwen2.5-32b", plan={"state_format": "compact"}),
     "72b-minimal": Setting(
         shape="qwen2.5-72b",
         sequences=7,
@@ -76,14 +82,15 @@ SETTINGS = {
     ),
     "8b-long": LONG,
     "8b-longest": replace(LONG, seq_len=106_496),
-    "3b-disk": Setting(
-        shape="qwen2.5-3b",
-        clips=False,
-        steps=2,
-        warmup_steps=1,
-        disk_bytes=50 * GIB,
-        plan={"host_memory": "12GiB", "device_memory": "16GiB"},
+    "8b-long-clip": replace(LONG, seq_len=73_728, clips=True),
+    "8b-longest-clip": replace(
+        LONG,
+        seq_len=106_496,
+        clips=True,
+        plan={"device_memory": "24GiB", "clipping": "two-pass"},
     ),
+    "3b-disk": ON_DISK,
+    "3b-disk-clip": replace(ON_DISK, clips=True, plan={**ON_DISK.plan, "clipping": "two-pass"}),
 }
 
 
@@ -100,10 +107,24 @@ def main() -> None:
         if setting.disk_bytes is not None and arguments.disk is None:
             print(f"{name:16s} left out: needs --disk")
             continue
+        on_disk = setting.disk_bytes is not None
+        before = disk_both_ways(arguments.disk) if on_disk else None
         row = run_peer(setting.system, job_of(setting, arguments.disk), limit_s=arguments.limit)
         rows.append({"setting": name, **json.loads(row.to_json())})
+        if on_disk:
+            both = {"before": before, "after": disk_both_ways(arguments.disk)}
+            rows[-1]["disk_both_ways_bytes_s"] = both
+            print(f"{name:16s} disk, GB/s each way: {before / 1e9:.2f}, {both['after'] / 1e9:.2f}")
         arguments.json.write_text(json.dumps({"machine": machine_facts(), "rows": rows}, indent=1))
         print(f"{name:16s} {summary(row)}", flush=True)
+
+
+def disk_both_ways(folder: str) -> float:
+    """Return what the disk gives now, each way at once, as ``outcore probe`` measures it.
+
+    A disk that others share is not equally fast a few minutes later.
+    """
+    return measure_disk(Path(folder), FULL).both_ways_bytes_s
 
 
 def job_of(setting: Setting, disk: str | None) -> BenchJob:

@@ -43,6 +43,8 @@ FILES = {
     "2026-11-16-h200-qwen2.5-3b-peers.json": probed("2026-11-16-h200-probe.json"),
     "2026-11-16-h200-qwen2.5-3b-clipping.json": probed("2026-11-16-h200-probe.json"),
     "2026-11-16-h200-plans-72b.json": probed("2026-11-16-h200-probe.json"),
+    "2026-11-16-h200-plans.json": probed("2026-11-16-h200-plans-probe.json"),
+    "2026-11-16-h200-plans-disk.json": probed("2026-11-16-h200-plans-disk-probe.json"),
 }
 ROWS = [
     pytest.param({**row, "machine": machine}, id=f"{shape_of(row)}, {row['setting']}")
