@@ -12,7 +12,14 @@ from rich.markup import escape
 
 from outcore.cli import planning
 from outcore.cli.plan_answer import Answer, show, write_files
-from outcore.cli.plan_options import HERE, budgets, check_budgets, check_compare, make_job
+from outcore.cli.plan_options import (
+    HERE,
+    budgets,
+    check_budgets,
+    check_compare,
+    make_job,
+    with_asked_memory,
+)
 from outcore.cli.report import check_file, console_for, stop
 from outcore.errors import DoesNotFit, OutcoreError, UnsupportedModel
 from outcore.planning.plan import Job, Plan
@@ -90,7 +97,8 @@ def plan_command(
         typer.Option(
             metavar="SIZE",
             rich_help_panel=_MEMORY,
-            help="Host memory to use, such as 100GiB; all if unset.",
+            help="Host memory to use, such as 100GiB; all if unset. A machine of the catalogue may "
+            "have more than usual.",
         ),
     ] = None,
     disk: Annotated[
@@ -272,7 +280,7 @@ def plan_command(
     )
     with console.status("planning" if machine != HERE else "measuring this machine and planning"):
         spec = _find_model(model, lora)
-        chosen = _find_machine(machine, job.budgets.disk_path)
+        chosen = with_asked_memory(_find_machine(machine, job.budgets.disk_path), job.budgets)
         check_budgets(job, chosen)
         job = replace(job, dtype=planning.default_dtype(chosen, job.state_format))
         plan = _make_plan(spec, chosen, job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,17 @@ def budgets(device: str | None, host: str | None, disk: str | None, machine: str
         disk_bytes=disk_bytes,
         disk_path=disk_path,
     )
+
+
+def with_asked_memory(machine: Machine, budgets: Budgets) -> Machine:
+    """Return a machine of the catalogue with the host memory that was asked for.
+
+    The catalogue has what such a machine usually has, and memory can be bought; a card's cannot.
+    """
+    usual, asked = machine.host_memory_bytes, budgets.host_bytes or 0
+    if machine.name == HERE or machine.is_unified or asked <= usual:
+        return machine
+    return replace(machine, host_memory_bytes=asked)
 
 
 def check_budgets(job: Job, machine: Machine) -> None:

@@ -207,8 +207,9 @@ def _check_host(
 ) -> None:
     """Refuse what exceeds the budget before any of it is allocated."""
     wanted = Counter({"weights": sum(map(_home_bytes, streamed))})
-    for unit in with_remainder if remainder is not None else ():
-        wanted[_remainder_purpose(unit)] += _remainder_bytes(unit, remainder)
+    if remainder is not None:
+        for unit in with_remainder:
+            wanted[_remainder_purpose(unit)] += _remainder_bytes(unit, remainder)
     holds = [ledger.hold(purpose, size, remedy=OUT_OF_HOST) for purpose, size in wanted.items()]
     for hold in holds:
         hold.give_back()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -28,9 +29,21 @@ def test_the_page_shows_what_is_printed(option: str, monkeypatch: pytest.MonkeyP
     assert lines_of(result.output)[-len(shown) :] == shown
 
 
-@pytest.mark.parametrize("option", ["--device-memory", "--host-memory"])
-def test_more_memory_than_the_machine_has_is_refused(option: str) -> None:
-    command = ["plan", "qwen2.5-7b", "--machine", "h200-pcie5", option, "500GiB"]
+@pytest.mark.parametrize(
+    ("machine", "option"), [("h200-pcie5", "--device-memory"), ("m4-max", "--host-memory")]
+)
+def test_more_memory_than_the_machine_has_is_refused(machine: str, option: str) -> None:
+    command = ["plan", "qwen2.5-7b", "--machine", machine, option, "500GiB"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 2
-    assert "is more than h200-pcie5 has" in " ".join(result.output.replace("│", " ").split())
+    assert f"is more than {machine} has" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_machine_of_the_catalogue_can_have_more_host_memory_than_usual(tmp_path: Path) -> None:
+    """The 14B shape in exact state does not fit a usual RTX 4090's 128 GiB."""
+    command = ["plan", "qwen2.5-14b", "--machine", "rtx-4090", "--json", str(tmp_path / "p.json")]
+    assert CliRunner().invoke(app, command).exit_code == 1
+    result = CliRunner().invoke(app, [*command, "--host-memory", "256GiB"])
+    assert result.exit_code == 0, result.output
+    plan = json.loads((tmp_path / "p.json").read_text())
+    assert plan["machine"]["host_memory_bytes"] == 256 * 2**30
