@@ -148,13 +148,7 @@ class Batches(Iterator[Batch]):
 
     def batch(self, number: int) -> Batch:
         """Return one batch, whichever came before."""
-        size = self.options.batch_size
-        first, end = number * size, (number + 1) * size
-        if self._num_places is not None:
-            end = min(end, self._num_places)
-        if not 0 <= first < end:
-            raise IndexError(f"there is no batch {number}")
-        rows = [self._sequences.pieces_in(self._sequence_at(place)) for place in range(first, end)]
+        rows = self._rows_of(number)
         if self._is_packed:
             arrays = packed_rows(self._cache, self.pieces, rows, self.options.seq_len)
         else:
@@ -164,6 +158,10 @@ class Batches(Iterator[Batch]):
                 width = int(self.pieces.lengths[members].max())
             arrays = padded_rows(self._cache, self.pieces, members, width)
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def num_tokens(self, number: int) -> int:
+        """Return how many tokens a batch has, padding not counted."""
+        return sum(int(self.pieces.lengths[row].sum()) for row in self._rows_of(number))
 
     def state_dict(self) -> dict[str, int]:
         """Return where the iterator is: behind the last batch that it gave out."""
@@ -210,6 +208,16 @@ class Batches(Iterator[Batch]):
     @property
     def _row_tokens(self) -> int:
         return self.options.seq_len * self._cache.documents_per_example
+
+    def _rows_of(self, number: int) -> list[NDArray[np.int64]]:
+        """Return the pieces in each sequence of a batch."""
+        size = self.options.batch_size
+        first, end = number * size, (number + 1) * size
+        if self._num_places is not None:
+            end = min(end, self._num_places)
+        if not 0 <= first < end:
+            raise IndexError(f"there is no batch {number}")
+        return [self._sequences.pieces_in(self._sequence_at(place)) for place in range(first, end)]
 
     def _identity(self) -> dict[str, int]:
         """Numbers that differ where batches would."""

@@ -169,7 +169,7 @@ class _Run:
         self.objective: Objective
         self.checkpoints: AsyncCheckpoints | None = None
         self.step = 0
-        self.step_tokens = 0  # of the last step: that of the last epoch's end may be smaller
+        self.step_tokens = 0  # of the last step, without padding
         self.saved_step: int | None = None
         self.best: float | None = None
         self.measurement: Measurement | None = None
@@ -301,7 +301,7 @@ class _Run:
         before_s = time.perf_counter()
         batch = next(self.corpus.training)
         waited_s = time.perf_counter() - before_s
-        self.step_tokens = batch["input_ids"].numel()
+        self.step_tokens = self.corpus.training.num_tokens(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr.at(self.step)
         device = engine_of(self.model).device

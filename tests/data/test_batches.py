@@ -117,6 +117,17 @@ def test_padding_is_one_piece_at_the_end(cache: TokenCache) -> None:
     assert num_padded > 0
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_padding_is_not_counted_as_tokens(cache: TokenCache, packing: bool) -> None:
+    options = BatchOptions(batch_size=3, seq_len=32, packing=packing, num_epochs=1)
+    with Batches(cache, options) as batches:
+        counted = [batches.num_tokens(number) for number in range(len(list(batches)))]
+        assert sum(counted) == batches.pieces.lengths.sum()
+        if not packing:
+            masks = [batches.batch(number)["attention_mask"] for number in range(len(counted))]
+            assert counted == [int(mask.sum()) for mask in masks]
+
+
 def test_transformers_sees_the_same_pieces(cache: TokenCache) -> None:
     for batch in all_batches(cache):
         seen = find_packed_sequence_indices(batch["position_ids"])
