@@ -26,7 +26,7 @@ STYLE = """
 .chart .grid { stroke: var(--line); }
 .chart .line { fill: none; stroke-width: 2; }
 .s0 { stroke: var(--c0); } .s1 { stroke: var(--c6); }
-.chart .k1, .swatch .k1 { fill: var(--c6); }
+.chart .k1, .series .k1 { fill: var(--c6); }
 * { box-sizing: border-box; }
 body {
   margin: 0; padding: 24px 16px 48px; background: var(--page); color: var(--ink);

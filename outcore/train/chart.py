@@ -62,7 +62,7 @@ def line_chart(title: str, series: Sequence[Series], *, unit: str = "") -> str:
             ]
     parts.append("</svg>")
     legend = " ".join(
-        f'<svg width="12" height="12" class="swatch" aria-hidden="true"><rect width="12" '
+        f'<svg width="12" height="12" class="swatch series" aria-hidden="true"><rect width="12" '
         f'height="12" class="k{number}"/></svg> {text(one.name)}'
         for number, one in enumerate(drawn)
     )

@@ -160,6 +160,21 @@ def test_light_and_dark() -> None:
     assert "prefers-color-scheme: dark" in source
 
 
+def test_the_colours_of_charts_reach_nothing_on_a_plans_page() -> None:
+    """A table of memory has the colours of its bar."""
+    source = whole_page(make_plan())
+    recoloured = set(re.findall(r"\.([\w-]+) \.k\d", source))
+    assert recoloured
+    classes = {
+        one
+        for name, value in Page(source).attributes
+        if name == "class"
+        for one in (value or "").split()
+    }
+    assert "swatch" in classes
+    assert not recoloured & classes
+
+
 def test_both_timelines_have_one_scale() -> None:
     totals = re.findall(r'data-total-seconds="([^"]+)"', whole_page(make_plan()))
     assert totals == ["4.3", "4.3"]
