@@ -56,3 +56,8 @@ def format_bytes(num_bytes: int | float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def format_tflops(tflops: float) -> str:
+    """Return whole TFLOPS of a GPU, and three digits of what a small model on a CPU reaches."""
+    return f"{tflops:,.0f}" if tflops >= 10 else f"{tflops:.3g}"

@@ -25,7 +25,7 @@ from outcore.planning.words import (
     printable,
     wall_sentence,
 )
-from outcore.units import format_bytes
+from outcore.units import format_bytes, format_tflops
 
 _BAR_WIDTH = 20
 
@@ -54,7 +54,7 @@ def _header(plan: Plan) -> RenderableType:
         f"[bold]{_shown(plan.model)}[/] on [bold]{_shown(plan.machine)}[/]: {job_sentence(plan)}",
         f"predicted: [bold]{prediction.step_s:.2f} s[/] a step, "
         f"[bold]{prediction.tokens_per_s:,.0f}[/] tokens/s, "
-        f"[bold]{prediction.tflops:,.{0 if prediction.tflops >= 10 else 2}f}[/] TFLOPS",
+        f"[bold]{format_tflops(prediction.tflops)}[/] TFLOPS",
         f"[dim]micro-batch {plan.micro_batch} sequences, {plan.num_slots} slots, "
         f"{plan.num_visits} state chunks with buffers on the device[/]",
     ]

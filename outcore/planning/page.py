@@ -34,7 +34,7 @@ from outcore.planning.words import (
     lane_uses,
     wall_sentence,
 )
-from outcore.units import format_bytes
+from outcore.units import format_bytes, format_tflops
 
 
 def plan_page(
@@ -94,11 +94,10 @@ def _section(heading: str, body: str) -> str:
 
 def _tiles(plan: Plan) -> str:
     prediction = plan.prediction
-    tflops = f"{prediction.tflops:,.{0 if prediction.tflops >= 10 else 2}f}"
     figures = [
         ("predicted step", f"{prediction.step_s:.2f} s"),
         ("tokens/s", f"{prediction.tokens_per_s:,.0f}"),
-        ("TFLOPS", tflops),
+        ("TFLOPS", format_tflops(prediction.tflops)),
         ("binding lane", prediction.binding_lane),
         ("device peak", format_bytes(plan.tier_bytes("device"))),
         ("host peak", format_bytes(plan.tier_bytes("host"))),

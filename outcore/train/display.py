@@ -83,13 +83,14 @@ class Display:
     def probing(self, what: str, number: int, total: int) -> None:
         self.message(f"measuring this machine, once: {what} ({number} of {total})")
 
-    def plan(self, plan: Plan) -> None:
+    def plan(self, plan: Plan, fill: float) -> None:
+        """Show a plan; ``fill`` of its tokens are no padding."""
         prediction = plan.prediction
         self.console.print(homes_table(plan))
         self.console.print(memory_table(plan))
         self.message(
-            f"predicted: {prediction.step_s:.3g} s a step, {prediction.tokens_per_s:,.0f} "
-            f"tokens/s; {prediction.binding_lane} binds"
+            f"predicted: {prediction.step_s:.3g} s a step, "
+            f"{fill * prediction.tokens_per_s:,.0f} tokens/s; {prediction.binding_lane} binds"
         )
 
     def reference(self, number: int, total: int) -> None:
@@ -158,8 +159,8 @@ class LiveDisplay(Display):
         self._lanes: Measurement | None = None
         self._doing = ""
 
-    def plan(self, plan: Plan) -> None:
-        super().plan(plan)
+    def plan(self, plan: Plan, fill: float) -> None:
+        super().plan(plan, fill)
         self._plan = plan
 
     @contextlib.contextmanager

@@ -109,7 +109,7 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
                 f"all {sequences} sequences of it at once"
             )
         plan = subject.plan_for(settings, sequences, config, probing=display.probing)
-        display.plan(plan)
+        display.plan(plan, corpus.training.fill)
         with display.loading():
             model = subject.make_model(settings, plan)
         try:
