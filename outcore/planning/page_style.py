@@ -42,7 +42,7 @@ section {
   background: var(--surface); border: 1px solid var(--line); border-radius: 8px;
   padding: 16px; margin: 16px 0 0;
 }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(115px, 1fr)); gap: 10px;
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(122px, 1fr)); gap: 10px;
   margin: 16px 0 0; }
 .tile { background: var(--surface); border: 1px solid var(--line); border-radius: 8px;
   padding: 10px 12px; }
