@@ -170,6 +170,7 @@ class AdamW(torch.optim.Optimizer):
         ``remainder`` holds the 16 bits of the fp32 master that the bf16 weight rounds away.
         """
         self.synchronize()
+        self._backend.check_rest_on_disk()
         steps = self._counts.by_name()
         for name, parameter in self._names():
             self.state[parameter]["step"] = torch.tensor(float(steps[name]))

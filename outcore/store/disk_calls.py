@@ -19,6 +19,7 @@ __all__ = [
     "create",
     "forget_cached",
     "free_bytes",
+    "open_cached",
     "read_at",
     "read_parts",
     "set_direct",
@@ -32,6 +33,11 @@ def create(path: Path) -> int:
     """Create and open a file; EEXIST where anything, also a dangling link, has its name."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
     return os.open(path, flags, 0o600)
+
+
+def open_cached(path: Path) -> int:
+    """Open a file to be read through the page cache."""
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
 
 
 def set_direct(fd: int, direct: bool) -> None:
