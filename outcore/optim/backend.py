@@ -6,6 +6,7 @@ which parameters are trained and whether gradients have to wait for clipping.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -107,6 +108,7 @@ class OptimizerBackend:
         self._disk_updater: DiskUpdater | None = None
         self._checks: Lane | None = None
         self._readers = StateReaders()
+        self._has_loaded_masters = False  # their lower bits, and no update was queued since
         largest = max((unit.layout.trainable_numel for unit in self.units), default=1)
         # Small models get several chunks too: the machinery is the same at every size.
         self.chunks = chunks_of(self.units, min(MAX_CHUNK_ELEMENTS, max(1 << 10, largest // 3)))
@@ -270,6 +272,7 @@ class OptimizerBackend:
 
     def queue(self, updates: list[ChunkUpdate]) -> None:
         """Hand updates over; units whose weights they change are marked before anyone starts."""
+        self._has_loaded_masters = False
         left = list(updates)
         try:
             for update in updates:
@@ -394,6 +397,15 @@ class OptimizerBackend:
 
         Other state is left alone: taken over from its view, harm to it would pass for its value.
         """
+        if self._has_loaded_masters:
+            warnings.warn(
+                "weights were written after the optimizer's state was loaded: the lower bits of "
+                "their fp32 masters (remainder) that it brought are lost. Load the model first, "
+                "then the optimizer.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        self._has_loaded_masters = False
         for unit in units:
             written = [unit.disk_weight]
             if unit.index in self.states:
@@ -404,8 +416,10 @@ class OptimizerBackend:
                     tensor.rewrite()
         self._homes_written()
 
-    def state_replaced(self, units: Sequence[Unit]) -> None:
+    def state_replaced(self, units: Sequence[Unit], *, with_remainder: bool) -> None:
         """Say that state was written from outside, and no weights."""
+        has_place = self._placement.state_format.remainder is not None
+        self._has_loaded_masters = with_remainder and has_place
         for unit in units:
             for tensor in self.states[unit.index].rest_on_disk.values():
                 tensor.rewrite()
