@@ -59,11 +59,18 @@ def persistent_buffers(model: nn.Module) -> Named:
     return [(name, b) for name, b in model.named_buffers() if name in persistent]
 
 
-def home_tensors(model: nn.Module, optimizer: AdamW) -> Iterator[tuple[str, Named]]:
-    """Yield the file and the tensors of each unit and of the buffers, all views of their homes."""
-    states = engine_of(model).backend.states
+def home_tensors(
+    model: nn.Module, optimizer: AdamW, *, checked: bool = False
+) -> Iterator[tuple[str, Named]]:
+    """Yield the file and the tensors of each unit and of the buffers, all views of their homes.
+
+    ``checked``: those on disk are compared with their checksums before they are yielded.
+    """
+    backend = engine_of(model).backend
     for unit in trained_units(model):
-        yield unit_file(unit), unit_tensors(unit, states[unit.index], optimizer)
+        if checked:
+            backend.check_on_disk(unit)
+        yield unit_file(unit), unit_tensors(unit, backend.states[unit.index], optimizer)
     buffers = persistent_buffers(model)
     if buffers:
         yield BUFFERS, buffers

@@ -76,11 +76,11 @@ def save(
     values: dict[str, Any],
 ) -> Path:
     """Write a checkpoint of the state after the last ``step()``; ``values`` must be plain JSON."""
+    engine_of(model).synchronize()
     plain = plain_values(model, optimizer, values, frozen=frozen_fingerprint(model))
-    optimizer.synchronize()
 
     def write_files(directory: Path) -> tuple[tuple[FileEntry, ...], dict[str, object]]:
-        files = home_tensors(model, optimizer)
+        files = home_tensors(model, optimizer, checked=True)
         written = [write_tensors(directory / name, tensors) for name, tensors in files]
         written.append(write_tensors(directory / RANDOM, random_tensors()))
         return tuple(written), plain

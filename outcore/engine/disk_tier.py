@@ -40,6 +40,11 @@ class DiskTier:
         self._files.append(made)
         return made
 
+    def check_uncut(self) -> None:
+        """Raise StoreError if a file was cut: its mapped view cannot be looked at."""
+        for file in self._files:
+            file.check_uncut()
+
     def close(self) -> None:
         for file in self._files:
             file.close()

@@ -270,6 +270,7 @@ def release(model: nn.Module) -> None:
     check_room_to_expand(engine.units, engine.host_ledger)
     try:
         engine.synchronize()
+        engine.check_weights_on_disk(engine.units)
     finally:  # a failed update is told, and holds on to nothing
         unpatch_model(engine)
         retie(model, expand_parameters(engine.units))

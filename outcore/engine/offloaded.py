@@ -154,11 +154,26 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         self._synchronized_updates = num_updates
+        if self.disk is not None:
+            self.disk.check_uncut()
 
     def synchronize_if_updated(self) -> None:
         """As ``synchronize``, for callers by the thousand: only if there were updates since."""
         if self._synchronized_updates != self._num_updates():
             self.synchronize()
+        elif self.disk is not None:
+            self.disk.check_uncut()
+
+    def check_weights_on_disk(self, units: Sequence[Unit]) -> None:
+        """Raise StoreError unless parameters on disk show what they were last given.
+
+        Reads all of them; call ``synchronize`` before.
+        """
+        on_disk = [unit for unit in units if unit.disk_weight is not None]
+        self.notice_writes(on_disk)  # by users, which are no harm
+        for unit in on_disk:
+            assert unit.disk_weight is not None
+            unit.disk_weight.check()
 
     def _num_updates(self) -> int:
         return sum(unit.version for unit in self.units)
@@ -192,7 +207,7 @@ class Engine:
             if state is not None and unit.device_weight is not None:
                 state.weight.copy_(unit.device_weight[: state.weight.numel()])
             self._written[unit.index] = versions  # writes to other units are still to be noticed
-        self.backend.state_replaced(units)
+        self.backend.weights_replaced(units)
         self._packed_written.update(packed_versions(units))
 
     def close(self) -> None:

@@ -1,5 +1,7 @@
 """Saving and loading an offloaded model, whole or in part: both wait for the updates in flight.
 
+What is saved from a disk is compared with its checksums first: a saved model holds no harm.
+
 Hooks on every module, because users, and libraries for them, save and load submodules too: the
 inner model that holds the layers, the one below adapters, the layers themselves.
 """
@@ -14,15 +16,23 @@ from torch import nn
 
 from outcore.engine.offloaded import Engine
 from outcore.errors import OutcoreError
+from outcore.stream.unit import Unit
 
 
 def hook_saving_and_loading(model: nn.Module, engine: Engine) -> list[Callable[[], None]]:
     """Have ``state_dict`` and ``load_state_dict`` of every module wait; return what undoes it."""
     loads = _Loads(engine)
     undo = []
+
+    def before_saving(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        engine.synchronize_if_updated()
+        # Modules inside the one that is saved have a prefix; with keep_vars nobody wants values.
+        if (module is model or not prefix) and not keep_vars:
+            engine.check_weights_on_disk(_units_of(module, engine))
+
     for module in model.modules():
         hooks = (
-            module.register_state_dict_pre_hook(lambda *_: engine.synchronize_if_updated()),
+            module.register_state_dict_pre_hook(before_saving),
             module.register_load_state_dict_pre_hook(loads.before),
             module.register_load_state_dict_post_hook(loads.after),
         )
@@ -62,13 +72,15 @@ class _Loads:
         if self._running is None or self._running[0] is not module:
             return
         self._running = None
-        own = {id(parameter) for parameter in module.parameters()}
-        units = [
-            unit
-            for unit in self._engine.units
-            if not own.isdisjoint(id(p) for p in unit.parameters.values())
-        ]
-        self._engine.weights_replaced(units, by_torch=True)
+        self._engine.weights_replaced(_units_of(module, self._engine), by_torch=True)
+
+
+def _units_of(module: nn.Module, engine: Engine) -> list[Unit]:
+    """Return the units that have parameters of the module."""
+    own = {id(parameter) for parameter in module.parameters()}
+    return [
+        unit for unit in engine.units if not own.isdisjoint(id(p) for p in unit.parameters.values())
+    ]
 
 
 def saving_methods(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:

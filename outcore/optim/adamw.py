@@ -167,9 +167,11 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch's AdamW does; tensors are views of the homes, not copies.
 
-        ``remainder`` holds the 16 bits of the fp32 master that the bf16 weight rounds away.
+        ``remainder`` holds the 16 bits of the fp32 master that the bf16 weight rounds away (of
+        compact state 8). State on disk is compared with its checksums first.
         """
         self.synchronize()
+        self._backend.check_rest_on_disk()
         steps = self._counts.by_name()
         for name, parameter in self._names():
             self.state[parameter]["step"] = torch.tensor(float(steps[name]))
@@ -199,7 +201,8 @@ class AdamW(torch.optim.Optimizer):
         steps = dict(zip(parameters, saved.steps, strict=True))
         self._step = max(saved.steps, default=0)
         self._count_on({name: steps[p] for name, p in self._names()})
-        self._backend.state_replaced(self._backend.units)
+        has_remainder = any("remainder" in entry for entry in state_dict["state"].values())
+        self._backend.state_replaced(self._backend.units, with_remainder=has_remainder)
         for finish in self._optimizer_load_state_dict_post_hooks.values():
             finish(self)
 
@@ -250,7 +253,7 @@ class AdamW(torch.optim.Optimizer):
             group.update({k: _as_before(group.get(k), v) for k, v in values.items()})
         self._step = num_steps
         self._count_on(step_counts)
-        self._backend.state_replaced(self._backend.units)
+        self._backend.state_replaced(self._backend.units, with_remainder=False)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_backend"):

@@ -6,8 +6,10 @@ which parameters are trained and whether gradients have to wait for clipping.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -104,7 +106,9 @@ class OptimizerBackend:
         self._device_state: DeviceState | None = None
         self._disk: DiskTensors | None = None
         self._disk_updater: DiskUpdater | None = None
+        self._checks: Lane | None = None
         self._readers = StateReaders()
+        self._has_loaded_masters = False  # their lower bits, and no update was queued since
         largest = max((unit.layout.trainable_numel for unit in self.units), default=1)
         # Small models get several chunks too: the machinery is the same at every size.
         self.chunks = chunks_of(self.units, min(MAX_CHUNK_ELEMENTS, max(1 << 10, largest // 3)))
@@ -214,6 +218,8 @@ class OptimizerBackend:
         )
         if any(unit.is_on_disk for unit in self.units):
             self._disk_updater = DiskUpdater(refresh=refresh)
+            self._checks = Lane("disk-checks", hardware="disk read")
+            self._lanes.append(self._checks)
         on_queue = [
             (chunk, self.states[chunk.unit.index])
             for chunk in self.chunks
@@ -266,6 +272,7 @@ class OptimizerBackend:
 
     def queue(self, updates: list[ChunkUpdate]) -> None:
         """Hand updates over; units whose weights they change are marked before anyone starts."""
+        self._has_loaded_masters = False
         left = list(updates)
         try:
             for update in updates:
@@ -329,7 +336,25 @@ class OptimizerBackend:
         after = [*self._readers.last_updates(unit), self.compute_fence()]
         if self._device_state is not None:
             after += self._device_state.send_home(unit)
+        if unit.is_on_disk:
+            assert self._checks is not None
+            check = partial(self.check_on_disk, unit)
+            after.append(self._checks.submit(check, after=after, label=f"check {unit.name}"))
         self._readers.read(unit, read(self.states[unit.index], after))
+
+    def check_on_disk(self, unit: Unit) -> None:
+        """Raise StoreError unless the views of what is on disk show what was last written."""
+        state = self.states[unit.index]
+        if state.weight_on_disk is not None:
+            state.weight_on_disk.check()
+        for tensor in state.rest_on_disk.values():
+            tensor.check()
+
+    def check_rest_on_disk(self) -> None:
+        """``check_on_disk`` for the state of all units, but not for their weights."""
+        for state in self.states.values():
+            for tensor in state.rest_on_disk.values():
+                tensor.check()
 
     def synchronize(self) -> None:
         """Wait for every update, and bring all state home."""
@@ -342,6 +367,8 @@ class OptimizerBackend:
             self._device_state.bring_home()
         for unit in self.units:
             unit.block_until_updated()
+        if self._disk is not None:
+            self._disk.check_uncut()  # before anyone looks at a view of it
 
     @property
     def num_updated(self) -> dict[str, int]:
@@ -365,15 +392,40 @@ class OptimizerBackend:
         """Seconds that the host's cores have spent updating."""
         return self._host.busy_s if self._host is not None else 0.0
 
-    def state_replaced(self, units: Sequence[Unit]) -> None:
-        """Say that state or weights were written from outside: copies elsewhere are stale."""
+    def weights_replaced(self, units: Sequence[Unit]) -> None:
+        """Say that weights and remainders were written from outside: copies elsewhere are stale.
+
+        Other state is left alone: taken over from its view, harm to it would pass for its value.
+        """
+        if self._has_loaded_masters:
+            warnings.warn(
+                "weights were written after the optimizer's state was loaded: the lower bits of "
+                "their fp32 masters (remainder) that it brought are lost. Load the model first, "
+                "then the optimizer.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        self._has_loaded_masters = False
         for unit in units:
-            if unit.disk_weight is not None:
-                unit.disk_weight.rewrite()
+            written = [unit.disk_weight]
             if unit.index in self.states:
-                for tensor in self.states[unit.index].on_disk:
-                    if tensor is not None and tensor is not unit.disk_weight:
-                        tensor.rewrite()
+                state = self.states[unit.index]
+                written += [state.weight_on_disk, state.rest_on_disk.get("remainder")]
+            for tensor in dict.fromkeys(written):
+                if tensor is not None:
+                    tensor.rewrite()
+        self._homes_written()
+
+    def state_replaced(self, units: Sequence[Unit], *, with_remainder: bool) -> None:
+        """Say that state was written from outside, and no weights."""
+        has_place = self._placement.state_format.remainder is not None
+        self._has_loaded_masters = with_remainder and has_place
+        for unit in units:
+            for tensor in self.states[unit.index].rest_on_disk.values():
+                tensor.rewrite()
+        self._homes_written()
+
+    def _homes_written(self) -> None:
         if self._device_state is not None:
             self._device_state.homes_written()
 

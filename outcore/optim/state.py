@@ -44,6 +44,17 @@ class UnitState:
         """Return ``tensors()`` for parameters [start, end)."""
         return self.format.cut(self.tensors(), start, end)
 
+    @property
+    def weight_on_disk(self) -> DiskTensor | None:
+        return self.on_disk[0] if self.on_disk else None
+
+    @property
+    def rest_on_disk(self) -> dict[str, DiskTensor]:
+        """What of ``rest`` is on disk, by name."""
+        names = (kind.name for kind in self.format.tensors)
+        pairs = zip(names, self.on_disk[1:], strict=False)  # none where only weights are there
+        return {name: tensor for name, tensor in pairs if tensor is not None}
+
     def named(self) -> Iterator[tuple[StateTensor, Tensor]]:
         return zip(self.format.tensors, self.rest, strict=True)
 

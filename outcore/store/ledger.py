@@ -97,6 +97,8 @@ class Ledger:
             f"{self.tier} {noun}: {purpose} needs {format_bytes(num_bytes)}, which makes "
             f"{format_bytes(total)} of a budget of {format_bytes(self.budget_bytes)}"
         )
+        if format_bytes(total) == format_bytes(self.budget_bytes):  # or nobody sees a difference
+            text += f", {total - self.budget_bytes} bytes too many"
         text += f" (already taken: {held})" if held else ""
         return f"{text}. {remedy}".rstrip()
 

@@ -32,6 +32,7 @@ _REMEDIES = {
     errno.EROFS: "Name a disk that can be written.",
     errno.EEXIST: "Two scratch files of one directory need two names.",
     errno.EACCES: "Name a directory that this user may write to.",
+    errno.ENOENT: "Keep other programs away from the scratch directory, and start again.",
 }
 
 
@@ -68,10 +69,17 @@ class DeviceBytes:
 
 def read_piece(file: OpenFile, target: Bytes, offset: int) -> None:
     _transfer(file, "read", disk_calls.read_at, target, offset)
+    _forget_cached(file, offset, target.size)
+
+
+def read_cached_piece(file: OpenFile, target: Bytes, offset: int) -> None:
+    """Read a piece and leave it in the page cache, for somebody who looks at it next."""
+    _transfer(file, "read", disk_calls.read_at, target, offset)
 
 
 def write_piece(file: OpenFile, source: Bytes, offset: int) -> None:
     _transfer(file, "write", disk_calls.write_at, source, offset)
+    _forget_cached(file, offset, source.size)
 
 
 def read_piece_to_device(file: OpenFile, target: DeviceBytes, offset: int) -> None:
@@ -121,9 +129,12 @@ def _transfer(
         if moved == 0 or num_stalls > _MAX_STALLS:
             raise _stuck(file, verb, offset + done, memory.size - done, moved)
         done = max(done, whole)
+
+
+def _forget_cached(file: OpenFile, offset: int, num_bytes: int) -> None:
     if not file.is_direct:
         with contextlib.suppress(OSError):  # advice only
-            disk_calls.forget_cached(file.fd, offset, memory.size)
+            disk_calls.forget_cached(file.fd, offset, num_bytes)
 
 
 def _stuck(file: OpenFile, verb: str, offset: int, num_bytes: int, moved: int) -> StoreError:

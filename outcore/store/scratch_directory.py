@@ -29,7 +29,7 @@ class ScratchDirectory:
     """A new directory in ``parent`` that goes with this process, or with ``close``."""
 
     def __init__(self, parent: str | os.PathLike[str]) -> None:
-        parent = Path(parent)
+        parent = Path(parent).absolute()  # the working directory may change
         if not parent.is_dir():  # not created: it may be a disk that is not mounted
             raise ValueError(f"the scratch directory's parent {parent} is not a directory")
         remove_leftovers(parent)

@@ -23,6 +23,7 @@ from torch import Tensor
 from outcore.errors import StoreError
 from outcore.kernels.checksum import PAGE_BYTES
 from outcore.store import cufile_calls, disk_calls
+from outcore.store.cached_records import cached_checksums
 from outcore.store.ledger import Ledger
 from outcore.store.page_memory import page_bytes
 from outcore.store.pieces import DeviceBytes, OpenFile, failed
@@ -218,7 +219,7 @@ class ScratchFile:
                 self._written[record.index] = _Written(num_writes=num_writes, checksum=checksum)
 
     def map(self) -> mmap.mmap:
-        """Return the whole file as shared memory, through the page cache and unverified."""
+        """Return the whole file as shared memory, through the page cache; see ``check``."""
         try:
             return mmap.mmap(self._file.fd, self.layout.num_bytes)
         except (OSError, ValueError) as error:
@@ -226,6 +227,23 @@ class ScratchFile:
                 f"{self.path} cannot be mapped ({error}): name a disk with an ordinary file system",
                 path=self.path,
             ) from error
+
+    def check(self, indices: Sequence[int]) -> None:
+        """Raise unless ``map`` shows what was last written to each of the records."""
+        found = [self.layout.records[index] for index in indices]
+        with self._access.reading(indices):
+            last = [self._last_write(record) for record in found]
+            seeds = [_seed(record, write) for record, (write, _) in zip(found, last, strict=True)]
+            sums = cached_checksums(self._file, found, seeds, num_threads=self.options.num_threads)
+            for record, arrived, (_, checksum) in zip(found, sums, last, strict=True):
+                self._compare(record, arrived, checksum)
+
+    def check_uncut(self) -> None:
+        """Raise if the file was cut: who looks at a map behind its end ends the process."""
+        last = self.layout.records[-1]
+        status = self._status(last)
+        if status.st_size < last.end:
+            raise self._harmed(last, f"the file was cut to {status.st_size} bytes")
 
     def close(self) -> None:
         """Wait for I/O in flight, delete the file and give its bytes back."""
@@ -267,8 +285,15 @@ class ScratchFile:
             raise self._error(record, "the file is closed")
         if os.getpid() != self._owner_pid:  # the threads did not come along
             raise self._error(record, "the file belongs to the process that this one forked from")
+        status = self._status(record)
+        if status.st_nlink == 0:
+            raise self._harmed(record, "the file was deleted")
+        if status.st_size < record.end:
+            raise self._harmed(record, f"the file was cut to {status.st_size} bytes")
+
+    def _status(self, record: Record) -> os.stat_result:
         try:
-            status = disk_calls.status(self._file.fd)
+            return disk_calls.status(self._file.fd)
         except OSError as error:
             raise failed(
                 error,
@@ -277,13 +302,9 @@ class ScratchFile:
                 offset=record.offset,
                 num_bytes=record.num_bytes,
             ) from error
-        if status.st_nlink == 0:
-            what = "the file was deleted"
-        elif status.st_size < record.end:
-            what = f"the file was cut to {status.st_size} bytes"
-        else:
-            return
-        raise self._error(
+
+    def _harmed(self, record: Record, what: str) -> StoreError:
+        return self._error(
             record, f"{what}. Keep other programs away from the scratch directory, and start again"
         )
 

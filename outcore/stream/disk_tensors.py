@@ -3,8 +3,8 @@
 Training reads and writes whole pieces past the page cache, with checksums; where the disk can, it
 reads weights straight into device memory (GPUDirect Storage). Everybody else (saving,
 ``state_dict``) sees the same bytes through ``mapped``, a view of the file that costs memory only
-for what is looked at; it is true when nothing is in flight, and after writing to it ``rewrite``
-makes the pieces true again.
+for what is looked at; it is true when nothing is in flight, which ``check`` verifies, and after
+writing to it ``rewrite`` makes the pieces true again.
 """
 
 from __future__ import annotations
@@ -113,7 +113,12 @@ class DiskTensor:
 
     def rewrite(self) -> None:
         """Take over what was written to ``mapped``; blocks."""
+        self._file.check_uncut()
         self.write(self.mapped)
+
+    def check(self) -> None:
+        """Raise StoreError unless ``mapped`` shows what was last written; reads all of it."""
+        self._file.check(range(self._first, self._first + self.shape.num_pieces))
 
     def _typed(self, buffer: Tensor, piece: int) -> Tensor:
         start, end = self.shape.bounds(piece)
@@ -204,6 +209,16 @@ class DiskTensors:
 
     def release(self, values: Tensor, after: Sequence[Fence]) -> None:
         self._lanes.release(self._staged.pop(values.data_ptr()), after)
+
+    def check(self, records: Sequence[int]) -> None:
+        written = [record for record in records if record not in self._never_written]
+        if written and not self.is_closed:
+            self._scratch.check(written)
+
+    def check_uncut(self) -> None:
+        """Raise StoreError if the file was cut; costs next to nothing."""
+        if not self.is_closed:
+            self._scratch.check_uncut()
 
     def close(self) -> None:
         """End the lanes and delete the file; ``mapped`` stays readable."""

@@ -9,6 +9,7 @@ the GPU engine can be provoked on a CPU.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import random
 import threading
@@ -102,6 +103,7 @@ class Lane:
         ]
         self._queue = queue.SimpleQueue()
         self._closing = False
+        self._owner_pid = os.getpid()
         self._lock = threading.RLock()  # re-entrant: the collector may close a lane anywhere
         self._thread = threading.Thread(target=self._run, name=f"outcore-{name}", daemon=True)
         self._thread.start()
@@ -119,6 +121,12 @@ class Lane:
         ``label``: what a recording calls it.
         """
         fence = fence if fence is not None else Fence()
+        if os.getpid() != self._owner_pid:  # threads do not come along: nobody would do the work
+            raise LaneError(
+                f"lane {self.name} belongs to the process that this one forked from: use an "
+                "offloaded model in the process that made it, or start this one with "
+                'multiprocessing\'s "spawn" and offload the model there'
+            )
         with self._lock:  # nothing may come behind the None of close()
             if self._closing:
                 raise LaneError(f"lane {self.name} is closed")

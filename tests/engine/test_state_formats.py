@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,28 @@ def test_saving_and_loading_to_the_bit(state_format: str) -> None:
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
     assert train(model, optimizer, range(3, 6)) == expected
+    outcore.release(model)
+
+
+@pytest.mark.parametrize("state_format", ["fp32", *FORMATS])
+def test_state_that_is_loaded_before_the_weights_is_told(state_format: str) -> None:
+    """Weights that are written are their own master: what the state brought is lost."""
+    model = make(dtype=torch.bfloat16, state_format=state_format)
+    optimizer = outcore.AdamW(model, lr=1e-2)
+    train(model, optimizer, range(2))
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(optimizer.state_dict())
+        train(model, optimizer, range(2, 3))
+        model.load_state_dict(weights)  # an earlier model: not what was loaded last
+    optimizer.load_state_dict(optimizer.state_dict())
+    if state_format == "minimal":
+        model.load_state_dict(weights)
+    else:
+        with pytest.warns(RuntimeWarning, match="Load the model first"):
+            model.load_state_dict(weights)
     outcore.release(model)
 
 

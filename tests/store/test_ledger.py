@@ -127,3 +127,9 @@ def test_many_threads() -> None:
         thread.join()
     assert ledger.taken_bytes == 0
     assert ledger.peak_bytes <= 4
+
+
+def test_a_budget_that_is_short_by_a_byte_says_so() -> None:
+    ledger = Ledger("disk", (3 << 20) - 1)
+    with pytest.raises(OutOfBudget, match=r"3\.0 MiB of a budget of 3\.0 MiB, 1 bytes too many"):
+        ledger.take("scratch state", 3 << 20)

@@ -67,6 +67,18 @@ def test_goes_when_nobody_refers_to_it(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_goes_from_another_working_directory_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "disk").mkdir()
+    monkeypatch.chdir(tmp_path)
+    directory = ScratchDirectory("disk")
+    monkeypatch.chdir("/")
+    (directory.path / "weights.scratch").touch()
+    directory.close()
+    assert not list((tmp_path / "disk").iterdir())
+
+
 def test_goes_at_exit_with_an_error_too(tmp_path: Path) -> None:
     process, path = start_owner(tmp_path, "raise RuntimeError")
     process.communicate(timeout=60)
