@@ -134,7 +134,7 @@ class ChoiceTable:
             host += leaving * sizes.gradient
         else:
             largest = np.where(
-                ds > 0,
+                (ds > 0) | (dw > 0),
                 self.memory.units.largest_chunk(with_disk=True),
                 self.memory.units.largest_chunk(with_disk=False),
             )

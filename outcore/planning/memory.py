@@ -116,7 +116,7 @@ class MemoryModel:
     def _add_state(self, placement: Placement, add: _Add) -> None:
         sizes, chunk = self._bytes, self.units.max_chunk
         stages = with_masters = False
-        passes_ring = False
+        passes_ring = has_pieces = False
         for index, unit in enumerate(self.units.units):
             numel = unit.trainable_numel
             if not numel:
@@ -134,9 +134,10 @@ class MemoryModel:
             elif tier != "device":
                 passes_ring = True
             stages = stages or tier == "disk"
+            has_pieces = has_pieces or "disk" in (tier, weights)
             with_masters = with_masters or (tier == "disk" and weights == "device")
         if passes_ring:
-            largest = self.units.largest_chunk(with_disk=stages)
+            largest = self.units.largest_chunk(with_disk=has_pieces)
             add("host", "gradients", RING_BUFFERS * largest * sizes.gradient)
         if stages:
             add(

@@ -41,6 +41,7 @@ CHOICES = {
     "lodged": Choice(num_visits=6),
     "inputs on host": Choice(offloads_inputs=1),
     "state on disk": Choice(last_disk_state=4),
+    "weights on disk": Choice(last_disk_weights=3),
     "resident, state on disk": Choice(first_device_weights=5, last_disk_state=3),
     "three tiers": Choice(
         first_device_weights=2,
