@@ -19,6 +19,7 @@ from outcore.limited_json import no_name_twice, read_limited
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_PIECE_BYTES = 1 << 20
 _MOST_NAME_BYTES = 255  # file systems take no more
 _DTYPES = {
     "F32": torch.float32,
@@ -63,6 +64,30 @@ class CheckpointFiles:
             if name not in self._file_of or self._shape(name) != list(parameter.shape):
                 return False
         return True
+
+    def holds(self, name: str) -> bool:
+        return name in self._file_of
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Whether two stored tensors have the same type, shape and bytes."""
+        if self._shape_and_type(name) != self._shape_and_type(other):
+            return False
+        try:
+            return all(map(bytes.__eq__, self._pieces(name), self._pieces(other)))
+        except OSError as error:
+            raise StoreError(
+                f"{self._directory}: {name} and {other} cannot be read: {error.strerror}",
+                path=self._directory,
+            ) from error
+
+    def _pieces(self, name: str) -> Iterator[bytes]:
+        path = self._file_of[name]
+        header = self._headers[path]
+        start, end = header.entries[name]["data_offsets"]
+        with path.open("rb") as file:
+            file.seek(header.data_start + start)
+            for position in range(start, end, _PIECE_BYTES):
+                yield file.read(min(_PIECE_BYTES, end - position))
 
     def unlike(self, model: nn.Module) -> str | None:
         """Return which parameter is stored with another shape than the model's, in words."""

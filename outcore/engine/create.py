@@ -21,6 +21,7 @@ from outcore.engine.offload import offload, offload_from, resolve_options
 from outcore.engine.offloaded import Engine
 from outcore.engine.options import OffloadOptions
 from outcore.engine.placement import Places
+from outcore.engine.tied_tensors import check_tied
 from outcore.errors import StoreError, UnsupportedModel
 from outcore.model_config import first_line, read_config, read_generation_config
 from outcore.model_directory import model_directory
@@ -93,6 +94,7 @@ def load(
         if adapters is not None:
             model = with_adapters(base, adapters)
         return offload(model, **options)
+    check_tied(base, files, path)
     names = {id(parameter): name for name, parameter in base.named_parameters()}
     model = _frozen_if_packed(base, options)
     if adapters is not None:
