@@ -39,7 +39,7 @@ def parse_limited(
     data: bytes, *, most_bytes: int = MOST_MEMORY_BYTES, pairs_hook: PairsHook | None = None
 ) -> Any:
     """Return what ``data`` says; ValueError or RecursionError for what is no JSON, or too much."""
-    if _memory_of(data) > most_bytes:
+    if memory_of(data) > most_bytes:
         raise ValueError(f"it would take more than {format_bytes(most_bytes)} of memory")
     return json.loads(data, object_pairs_hook=pairs_hook)
 
@@ -54,7 +54,8 @@ def no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _memory_of(data: bytes) -> int:
+def memory_of(data: bytes) -> int:
+    """Return the most that parsing ``data`` can take, and a little more."""
     # One character beyond ASCII makes four bytes of each in its string, or in the whole text.
     width = 1 if data.isascii() and b"\\u" not in data else 4
     marks = sum(data.count(mark) * size for mark, size in _BYTES_OF.items())
