@@ -73,6 +73,11 @@ def load(
             f"{path} is quantized ({quantization.get('quant_method', 'unknown method')}): only "
             "fp32, bf16, fp16 and fp64 weights can be loaded. Dequantize it and save it first."
         )
+    if getattr(config, "transformers_weights", None):
+        raise UnsupportedModel(
+            f"{path}: its config names a file of weights (transformers_weights); only those of the "
+            "usual names are read"
+        )
     if (path / "adapter_config.json").is_file():
         raise UnsupportedModel(
             f"{path} has adapters (adapter_config.json) beside its weights, and would be another "

@@ -311,6 +311,7 @@ OTHERS: dict[str, Callable[[Path], None]] = {
     "config: wide": text_config(wide(b'{"a": [', b"[],", b"[]]}").decode()),
     "config: a kernel of the Hub": with_config(_attn_implementation="somebody/code"),
     "config: a kernel for a part": with_config(attn_implementation={"": "somebody/code"}),
+    "config: another file of weights": with_config(transformers_weights="../outside.safetensors"),
     "adapters beside the weights": lambda directory: (
         (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "../outside"}')
         and None
