@@ -20,7 +20,7 @@ def make_directories(path: Path) -> None:
     """Make a directory and those that it lies in; a power cut takes none of the names away."""
     if path.is_dir():
         return
-    if path.parent != path:
+    if not path.parent.exists():
         make_directories(path.parent)
     path.mkdir(mode=0o755, exist_ok=True)
     with contextlib.suppress(PermissionError):  # of a parent that may be written and not read
