@@ -2,39 +2,70 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from outcore.errors import StoreError
+from outcore.limited_json import read_limited
 
 MOST_LAYERS = 10_000
-_MOST_BYTES = 64 << 20
+_MOST_BYTES = 20 << 20  # of memory; transformers makes some copies
 
 
 def read_config(file: Path) -> Any:
     """Return the configuration in a JSON file; StoreError says what is wrong with it."""
     from transformers import AutoConfig
 
+    values = _read_settings(file)
     try:
-        if file.stat().st_size > _MOST_BYTES:
-            raise StoreError(f"{file}: more than {_MOST_BYTES >> 20} MiB", path=file)
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except StoreError:
-        raise
-    except OSError as error:
-        raise StoreError(f"{file}: cannot be read: {error.strerror}", path=file) from error
-    except (ValueError, RecursionError) as error:
-        raise StoreError(f"{file}: is no JSON: {error}", path=file) from error
-    if not isinstance(values, dict):
-        raise StoreError(f"{file}: is no table of settings", path=file)
-    try:
+        _refuse_kernels(values)
         config = AutoConfig.from_pretrained(file, trust_remote_code=False)
         config.name_or_path = str(file.parent)  # what is saved names the model, not its config
         check_layers(config)
     except Exception as error:  # whatever its classes raise about values of a wrong type or size
         raise StoreError(f"{file}: cannot be used ({first_line(error)})", path=file) from error
     return config
+
+
+def read_generation_config(directory: Path) -> Any:
+    """Return the settings of generation that lie beside a model; None if there are none."""
+    from transformers import GenerationConfig
+
+    file = directory / "generation_config.json"
+    if not file.is_file():
+        return None
+    _read_settings(file)
+    try:
+        return GenerationConfig.from_pretrained(directory)
+    except Exception as error:  # as above
+        raise StoreError(
+            f"{file}: cannot be used ({first_line(error)}); without it, the model has the usual "
+            "settings",
+            path=file,
+        ) from error
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    """Return the table in a JSON file, before any library reads it."""
+    try:
+        values = read_limited(file, most_bytes=_MOST_BYTES)
+    except OSError as error:
+        raise StoreError(f"{file}: cannot be read: {error.strerror}", path=file) from error
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{file}: is no JSON of settings: {error}", path=file) from error
+    if not isinstance(values, dict):
+        raise StoreError(f"{file}: is no table of settings", path=file)
+    return values
+
+
+def _refuse_kernels(values: Any, key: str = "") -> None:
+    """Refuse settings that name code on the Hub, such as ``"_attn_implementation": "org/name"``."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            # Also in a table of one for each part of the model.
+            _refuse_kernels(value, name if "implementation" in name else key)
+    elif key and isinstance(values, str) and "/" in values:
+        raise ValueError(f"{key} asks for code from elsewhere, {values!r}")
 
 
 def check_layers(config: Any) -> None:

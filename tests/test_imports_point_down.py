@@ -35,6 +35,7 @@ FLOORS = (
     ("blocks", "shapes", "adapters"),
     ("store.memory_limits", "memory_limits"),
     ("data",),
+    ("limited_json",),
     ("units", "timeline", "random_state", "determinism", "fitting_table", "named_device"),
     ("errors",),
 )

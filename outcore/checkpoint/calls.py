@@ -5,6 +5,7 @@ One layer, so that a test can make any one call fail, or end the process at it.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -16,7 +17,14 @@ _NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
 
 def make_directories(path: Path) -> None:
-    path.mkdir(mode=0o755, parents=True, exist_ok=True)
+    """Make a directory and those that it lies in; a power cut takes none of the names away."""
+    if path.is_dir():
+        return
+    if not path.parent.exists():
+        make_directories(path.parent)
+    path.mkdir(mode=0o755, exist_ok=True)
+    with contextlib.suppress(PermissionError):  # of a parent that may be written and not read
+        sync_directory(path.parent)
 
 
 def make_directory(path: Path) -> None:

@@ -167,7 +167,6 @@ class CheckpointFolder:
             return
         if not self.path.is_dir():
             called("create", self.path, lambda: calls.make_directories(self.path))
-            called("sync", self.path.parent, lambda: calls.sync_directory(self.path.parent))
         path = self.path / ".lock"
         try:
             self._lock_fd = calls.lock(path)

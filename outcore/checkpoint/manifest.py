@@ -20,11 +20,13 @@ from outcore.checkpoint.entries import FileEntry
 from outcore.checkpoint.manifest_checks import checked_files
 from outcore.checkpoint.transfer import called, opened, read_all, write_all, written_file
 from outcore.errors import StoreError
+from outcore.limited_json import parse_limited
 
 FORMAT = "outcore checkpoint"
 VERSION = 1
 NAME = "manifest.json"
 _MOST_BYTES = 256 << 20
+_MOST_MEMORY_BYTES = 1 << 30  # of some 400,000 tensors
 _BODY = ("format", "version", "step", "files", "values")
 
 
@@ -66,7 +68,7 @@ def read_manifest(directory: Path) -> Manifest:
         read_all(path, fd, raw, 0)
     try:
         text = raw.tobytes().decode()
-        data = json.loads(text)
+        data = parse_limited(raw.tobytes(), most_bytes=_MOST_MEMORY_BYTES)
         body = {key: data[key] for key in _BODY}
         digest = data["digest"]
         # A changed byte may read as the same value (1e-8 and 1E-8): it is a changed byte.

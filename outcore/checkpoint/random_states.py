@@ -42,7 +42,7 @@ def check_random(tensors: Iterable[tuple[str, Tensor]], values: dict[str, Any]) 
         names.append(name)
         if name == _TORCH:
             torch.Generator().set_state(state)
-        elif not name.removeprefix(_CUDA).isdigit() or state.dtype != torch.uint8:
+        elif not name.removeprefix(_CUDA).isdecimal() or state.dtype != torch.uint8:
             raise ValueError(f"{name} is no generator")
     if _TORCH not in names:
         raise ValueError("torch's generator is missing")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -15,6 +16,14 @@ from outcore.kernels.checksum import Bytes
 from outcore.store.pieces import failed
 
 Result = TypeVar("Result")
+_REMEDIES = {
+    errno.ENOSPC: ". The disk is full: free space there, or name another folder",
+    errno.EDQUOT: ". The quota is used up: free space there, or name another folder",
+    errno.EROFS: ". The disk is mounted read-only: name another folder",
+    errno.EACCES: ". Name a folder that you may write to",
+    errno.EEXIST: ". What has this name is no folder: move it away, or name another folder",
+    errno.EIO: ". The drive reports an error: name another disk",
+}
 
 
 def called(verb: str, path: Path, call: Callable[[], Result], num_bytes: int = 0) -> Result:
@@ -25,7 +34,11 @@ def called(verb: str, path: Path, call: Callable[[], Result], num_bytes: int = 0
         except InterruptedError:
             continue
         except OSError as error:
-            raise failed(error, path=path, verb=verb, offset=0, num_bytes=num_bytes) from error
+            if num_bytes:
+                raise failed(error, path=path, verb=verb, offset=0, num_bytes=num_bytes) from error
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            remedy = _REMEDIES.get(error.errno or 0, "")
+            raise StoreError(f"cannot {verb} {path}: {reason}{remedy}", path=path) from error
 
 
 def write_all(path: Path, fd: int, source: Bytes, offset: int) -> None:

@@ -178,7 +178,7 @@ class Batches(Iterator[Batch]):
                     f"{name} was {state.get(name)}, is {identity[name]}" for name in changed
                 )
             )
-        number = state["next_batch"]
+        number = state.get("next_batch")
         if type(number) is not int or number < 0:
             raise ValueError(f"next_batch must be a number from 0 on, not {number!r}")
         self._next = number

@@ -6,8 +6,12 @@ import json
 from typing import Any, NoReturn
 
 from outcore.data.raw_rows import RowFault
+from outcore.limited_json import memory_of
+from outcore.units import format_bytes
 
 MAX_DEPTH = 64
+_MAX_MEMORY_BYTES = 1 << 30  # more than a row of the most bytes that is a text, in any script
+_SMALL_BYTES = 1 << 20  # takes little, whatever it holds
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
@@ -16,6 +20,8 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RowFault(f"is not UTF-8 (byte {error.start} of the row)") from None
+    if len(raw) > _SMALL_BYTES and memory_of(raw) > _MAX_MEMORY_BYTES:
+        raise RowFault(f"would take more than {format_bytes(_MAX_MEMORY_BYTES)} of memory")
     try:
         value = json.loads(text, parse_constant=_no_constant)
     except RecursionError:  # the parser counts too, to some thousands

@@ -65,6 +65,8 @@ def _sources_at(path: Path) -> Iterator[Source]:
     if not path.exists():
         raise ValueError(f"{path} does not exist")
     if not path.is_dir():
+        if not path.is_file():  # a pipe would never end, or never begin
+            raise ValueError(f"{path} is no ordinary file: what is read twice must stay")
         if path.suffix.lower() not in _SUFFIXES:
             raise ValueError(f"{path} is none of the files that can be read: {_known_files()}")
         yield Source(path, _kind(path))

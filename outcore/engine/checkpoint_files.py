@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,9 +15,12 @@ from torch import Tensor, nn
 from outcore.engine.file_ranges import FileRange, read_ranges
 from outcore.engine.safetensors_header import Header, num_elements, read_header
 from outcore.errors import StoreError
+from outcore.limited_json import no_name_twice, read_limited
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_PIECE_BYTES = 1 << 20
+_MOST_NAME_BYTES = 255  # file systems take no more
 _DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -62,6 +64,42 @@ class CheckpointFiles:
             if name not in self._file_of or self._shape(name) != list(parameter.shape):
                 return False
         return True
+
+    def holds(self, name: str) -> bool:
+        return name in self._file_of
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Whether two stored tensors have the same type, shape and bytes."""
+        if self._shape_and_type(name) != self._shape_and_type(other):
+            return False
+        try:
+            return all(map(bytes.__eq__, self._pieces(name), self._pieces(other)))
+        except OSError as error:
+            raise StoreError(
+                f"{self._directory}: {name} and {other} cannot be read: {error.strerror}",
+                path=self._directory,
+            ) from error
+
+    def _pieces(self, name: str) -> Iterator[bytes]:
+        path = self._file_of[name]
+        header = self._headers[path]
+        start, end = header.entries[name]["data_offsets"]
+        with path.open("rb") as file:
+            file.seek(header.data_start + start)
+            for position in range(start, end, _PIECE_BYTES):
+                yield file.read(min(_PIECE_BYTES, end - position))
+
+    def unlike(self, model: nn.Module) -> str | None:
+        """Return which parameter is stored with another shape than the model's, in words."""
+        for name, parameter in model.named_parameters():
+            path = self._file_of.get(name)
+            entry = None if path is None else self._headers[path].entries.get(name)
+            if entry is not None and entry["shape"] != list(parameter.shape):
+                return (
+                    f"{name} has the shape {entry['shape']} in its files and "
+                    f"{list(parameter.shape)} by the config"
+                )
+        return None
 
     def is_wider_than_bf16(self, name: str) -> bool:
         """Whether bf16 would round away some of what is stored under the name."""
@@ -147,25 +185,52 @@ class CheckpointFiles:
     def _read_index(self) -> dict[str, Path]:
         index = self._directory / INDEX
         if not index.is_file():
+            for path in (self._directory / SINGLE, index):
+                if path.is_symlink() or path.exists():
+                    raise StoreError(f"{path} {_what_else(path)}", path=path)
             raise StoreError(
                 f"{self._directory} has neither {SINGLE} nor {INDEX}; pickled weights (.bin, .pt) "
                 "are not read: convert them to safetensors first"
             )
         try:
-            weight_map = json.loads(index.read_text())["weight_map"]
-            names = {str(key): str(value) for key, value in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise StoreError(f"{index}: not a safetensors index: {error}") from error
-        files = {value: self._inside(value) for value in set(names.values())}
-        return {key: files[value] for key, value in names.items()}
+            data = read_limited(index, pairs_hook=no_name_twice)
+        except OSError as error:
+            raise StoreError(f"{index} cannot be read: {error.strerror}", path=index) from error
+        except (ValueError, RecursionError) as error:
+            raise StoreError(f"{index}: not a safetensors index: {error}", path=index) from error
+        weight_map = data.get("weight_map") if isinstance(data, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise StoreError(
+                f"{index}: not a safetensors index: it has no table weight_map, which names the "
+                "file of each tensor",
+                path=index,
+            )
+        files = {}
+        for name, value in weight_map.items():
+            if not isinstance(value, str):
+                raise StoreError(f"{index}: {name!r} is in no file that has a name", path=index)
+            if value not in files:
+                files[value] = self._inside(value)
+        return {name: files[value] for name, value in weight_map.items()}
 
     def _inside(self, file_name: str) -> Path:
-        if Path(file_name).name != file_name or not file_name.endswith(".safetensors"):
-            raise StoreError(f"{self._directory / INDEX}: refuses the file name {file_name!r}")
+        is_name = Path(file_name).name == file_name and len(file_name.encode()) <= _MOST_NAME_BYTES
+        if not is_name or not file_name.endswith(".safetensors"):
+            short = file_name if len(file_name) <= 200 else f"{file_name[:200]}..."
+            raise StoreError(f"{self._directory / INDEX}: refuses the file name {short!r}")
         path = self._directory / file_name
         if not path.is_file():
-            raise StoreError(f"{path} is named in {INDEX} but is missing")
+            raise StoreError(f"{path} is named in {INDEX} but {_what_else(path)}", path=path)
         return path
+
+
+def _what_else(path: Path) -> str:
+    """Return what is there in the place of a file."""
+    if path.exists():
+        return "is no file"
+    if path.is_symlink():
+        return f"is a link to {path.readlink()}, which is not there: was the model copied whole?"
+    return "is missing"
 
 
 def _header(path: Path) -> Header:

@@ -27,9 +27,10 @@ def check_size(model: nn.Module, num_elements: int, directory: Path) -> None:
         )
 
 
-def converted(auto: Any, directory: Path) -> nn.Module:
+def converted(auto: Any, directory: Path, *, unlike: str | None) -> nn.Module:
     """Return the whole model as transformers makes it of the directory.
 
+    unlike: what to say of shapes where it cannot; its own words are a table in a log.
     Transformers draws what the files do not hold. That is meant for a new head, which is told here;
     a block or an embedding of random values is refused.
     """
@@ -44,7 +45,7 @@ def converted(auto: Any, directory: Path) -> nn.Module:
         )
     except Exception as error:  # mismatched shapes, missing weights, conversions that fail
         raise StoreError(
-            f"{directory}: its weights are not those of its config ({first_line(error)})",
+            f"{directory}: its weights are not those of its config ({unlike or first_line(error)})",
             path=directory,
         ) from error
     missing = sorted(found["missing_keys"])

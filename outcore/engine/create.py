@@ -21,8 +21,9 @@ from outcore.engine.offload import offload, offload_from, resolve_options
 from outcore.engine.offloaded import Engine
 from outcore.engine.options import OffloadOptions
 from outcore.engine.placement import Places
-from outcore.errors import UnsupportedModel
-from outcore.model_config import read_config
+from outcore.engine.tied_tensors import check_tied
+from outcore.errors import StoreError, UnsupportedModel
+from outcore.model_config import first_line, read_config, read_generation_config
 from outcore.model_directory import model_directory
 from outcore.model_spec import auto_class as auto_class_of
 
@@ -59,8 +60,6 @@ def load(
     safetensors files only; no pickle is read and no code from the directory is run.
     adapters: as for ``from_config``.
     """
-    from transformers import GenerationConfig
-
     path = model_directory(directory)
     if not (path / "config.json").is_file():
         raise ValueError(
@@ -74,17 +73,33 @@ def load(
             f"{path} is quantized ({quantization.get('quant_method', 'unknown method')}): only "
             "fp32, bf16, fp16 and fp64 weights can be loaded. Dequantize it and save it first."
         )
+    if getattr(config, "transformers_weights", None):
+        raise UnsupportedModel(
+            f"{path}: its config names a file of weights (transformers_weights); only those of the "
+            "usual names are read"
+        )
+    if (path / "adapter_config.json").is_file():
+        raise UnsupportedModel(
+            f"{path} has adapters (adapter_config.json) beside its weights, and would be another "
+            "model without them: merge them into it (PEFT's merge_and_unload), or move them away"
+        )
+    generation_config = read_generation_config(path)
     files = CheckpointFiles(path)
     resolved = None if adapters is not None else resolve_options(path, **options)
-    base = _on_meta(config, auto_class)
+    try:
+        base = _on_meta(config, auto_class)
+    except Exception as error:  # whatever its class raises about values that cannot be
+        file = path / "config.json"
+        raise StoreError(f"{file}: makes no model ({first_line(error)})", path=file) from error
     if not files.holds_all(base):
         # Names or shapes differ (fused experts, an old layout): transformers converts them.
         check_size(base, files.num_elements, path)
-        base = converted(auto_class or auto_class_of(config), path)
+        base = converted(auto_class or auto_class_of(config), path, unlike=files.unlike(base))
         model = _frozen_if_packed(base, options)
         if adapters is not None:
             model = with_adapters(base, adapters)
         return offload(model, **options)
+    check_tied(base, files, path)
     names = {id(parameter): name for name, parameter in base.named_parameters()}
     model = _frozen_if_packed(base, options)
     if adapters is not None:
@@ -94,8 +109,8 @@ def load(
     model = offload_from(model, checked, source=stored, plan=plan)
     _fill_meta_buffers(base, checked.device)
     files.load_buffers(base)
-    if (path / "generation_config.json").is_file():
-        base.generation_config = GenerationConfig.from_pretrained(path)
+    if generation_config is not None:
+        base.generation_config = generation_config
     model.eval()
     return model
 

@@ -6,15 +6,14 @@ twice, of which the second would silently win.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from outcore.errors import StoreError
+from outcore.limited_json import most_text, no_name_twice, parse_limited
 
-MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _GIT_LFS = b"version https://git-lfs"
 
 
@@ -36,13 +35,15 @@ def read_header(path: Path) -> Header:
             length = int.from_bytes(start, "little")
             if start and _GIT_LFS.startswith(start):
                 raise _wrong(path, "it is a pointer of git-lfs; `git lfs pull` brings the file")
-            if not 2 <= length <= min(MOST_HEADER_BYTES, size - 8):
+            if not 2 <= length <= size - 8:
                 raise _wrong(path, f"its header would have {length} bytes, the file has {size}")
-            header = json.loads(file.read(length), object_pairs_hook=_no_name_twice)
+            if length > most_text():
+                raise _wrong(path, f"its header of {length} bytes is no table of tensors")
+            header = parse_limited(file.read(length), pairs_hook=no_name_twice)
     except StoreError:  # is an OSError too
         raise
     except OSError as error:
-        raise _wrong(path, f"cannot be read: {error.strerror}") from error
+        raise StoreError(f"{path} cannot be read: {error.strerror}", path=path) from error
     except (ValueError, RecursionError) as error:
         raise _wrong(path, f"its header is no JSON of a safetensors file: {error}") from error
     if not isinstance(header, dict):
@@ -59,15 +60,6 @@ def num_elements(entries: dict[str, Any]) -> int:
         if isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape):
             total += math.prod(shape)
     return total
-
-
-def _no_name_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} stands in it twice")
-    return table
 
 
 def _wrong(path: Path, what: str) -> StoreError:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import warnings
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-from outcore.errors import StoreError
 
 FILE_NAME = "metrics.jsonl"
 _TENSORBOARD_FOLDER = "tensorboard"
@@ -24,28 +26,43 @@ class Metrics:
         first_step: int,
         tensorboard: bool | None,
         evaluates_again: bool = False,
+        tell: Callable[[str], None] = warnings.warn,
     ) -> None:
         """``first_step``: the step that comes first now; lines of it and later are dropped.
 
         evaluates_again: so is the evaluation after the step before it.
+        tell: is told, once in a row, of lines that the disk has no room for.
         """
         self._path = output / FILE_NAME
         kept = _drop_later(self._path, first_step, evaluates_again)
         self._evaluated = {line["step"] for line in kept if line["kind"] == "eval"}
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._path.open("ab", buffering=0)
+        self._tell = tell
+        self._is_failing = False
         self._board = _board(output, tensorboard, first_step)
 
     def add(self, kind: str, step: int, **values: float) -> None:
         """Write one line; ``kind`` is "train" or "eval"."""
         line = {"kind": kind, "step": step, **{k: _plain(v) for k, v in values.items()}}
-        try:
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise StoreError(f"{self._path}: {error.strerror}", path=self._path) from error
+        self._append(f"{json.dumps(line)}\n".encode())
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def _append(self, line: bytes) -> None:
+        """Write a line or nothing of it: what was trained is worth more than a line about it."""
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)  # half a line would hide all that follow
+            if not self._is_failing:
+                self._tell(f"{self._path}: {error.strerror}; lines are missing from here on")
+            self._is_failing = True
+        else:
+            self._is_failing = False
 
     def is_evaluated(self, step: int) -> bool:
         """Whether an earlier process evaluated the model after this step."""
@@ -58,15 +75,22 @@ class Metrics:
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run, without one that was cut off."""
+    """Return the lines of a run up to the first that is none: one was cut off, or is foreign."""
     lines = []
     path = output / FILE_NAME
     if path.is_file():
-        for text in path.read_text(encoding="utf-8").splitlines():
+        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                lines.append(json.loads(text))
-            except ValueError:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
                 break
+            if (
+                not isinstance(line, dict)
+                or type(line.get("step")) is not int
+                or "kind" not in line
+            ):
+                break
+            lines.append(line)
     return lines
 
 

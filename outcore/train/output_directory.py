@@ -9,6 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from outcore.checkpoint import calls
 from outcore.checkpoint.folder import CheckpointFolder
 from outcore.errors import StoreError
 from outcore.train.settings import TrainSettings
@@ -24,7 +25,7 @@ def checkpoints_in(settings: TrainSettings) -> CheckpointFolder:
     if output.exists() and Path(settings.model).exists() and output.samefile(settings.model):
         raise ValueError(f"{output} is the model that would be trained: name another --output")
     try:
-        output.mkdir(parents=True, exist_ok=True)
+        calls.make_directories(output)
     except FileExistsError:
         raise ValueError(f"{output} is a file: name another --output") from None
     except OSError as error:

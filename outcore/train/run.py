@@ -24,12 +24,13 @@ from outcore.data.sources import find_sources
 from outcore.determinism import deterministic_algorithms
 from outcore.engine.offload import engine_of
 from outcore.engine.run_record import RunRecord
-from outcore.errors import StoreError
+from outcore.errors import NonFiniteGradient, StoreError
 from outcore.model_config import longest_sequence, too_long, vocabulary_size
 from outcore.named_device import named_device
 from outcore.planning.plan import Plan
 from outcore.planning.side_by_side import Measurement
 from outcore.train import subject
+from outcore.train.before_step import BeforeStep
 from outcore.train.changed_settings import changed_settings
 from outcore.train.corpus import CACHE_FOLDER, Corpus, make_corpus
 from outcore.train.display import Display
@@ -50,8 +51,10 @@ from outcore.train.packed_documents import keeps_packed_documents_apart
 from outcore.train.report_page import FILE_NAME as REPORT
 from outcore.train.report_page import write_report
 from outcore.train.room import best_bytes, check_room_for_model, model_bytes
+from outcore.train.run_values import RunValues, read_values
 from outcore.train.schedule import LearningRate, warmup_steps
 from outcore.train.settings import TrainSettings, to_dict, with_seq_len
+from outcore.train.steady_checkpoints import SteadyCheckpoints
 from outcore.train.stopping import StopRequest
 from outcore.train.telling import StepTeller
 
@@ -167,10 +170,11 @@ class _Run:
         )
         self.flops = plan.prediction.tflops * 1e12 * plan.prediction.step_s
         self.objective: Objective
-        self.checkpoints: AsyncCheckpoints | None = None
+        self.checkpoints: SteadyCheckpoints | None = None
         self.step = 0
         self.step_tokens = 0  # of the last step, without padding
-        self.saved_step: int | None = None
+        self.is_resumed = False
+        self.before_step: BeforeStep
         self.best: float | None = None
         self.measurement: Measurement | None = None
         self.loss: float | None = None
@@ -186,13 +190,18 @@ class _Run:
             check_room_for_model(self.output, at_end)
             return self._train()
         every, left = self.settings.save_every, self.corpus.num_steps - self.step
-        self.checkpoints = AsyncCheckpoints(
+        checkpoints = AsyncCheckpoints(
             self.folder,
             self.model,
             self.optimizer,
             while_training=every is not None,
             num_saves=1 + (left // every if every is not None else 0),
             beside_bytes=at_end + self._best_bytes(left),
+        )
+        self.checkpoints = SteadyCheckpoints(
+            checkpoints,
+            saved_step=self.step if self.is_resumed else None,
+            tell=self.display.message,
         )
         with contextlib.closing(self.checkpoints):
             return self._train()
@@ -237,14 +246,14 @@ class _Run:
                 first_step=self.step + 1,
                 evaluates_again=self._is_done and self.corpus.evaluation is not None,
                 tensorboard=self.settings.tensorboard,
+                tell=self.display.message,
             )
 
     def _save_last(self) -> None:
         if self.checkpoints is None:
             return
         with self.display.saving(self.folder.directory(self.optimizer.num_steps)):
-            self._save()
-            self.checkpoints.wait()
+            self.checkpoints.write(self.step, self._values)
 
     def _write_model(self) -> None:
         steps = self.folder.steps()
@@ -278,14 +287,19 @@ class _Run:
                 if self.step - first == _RECORDED_STEPS[1] and record is not None:
                     stack.close()
                     self._measured(record)
-                waited_s, loss = self._take_step()
+                try:
+                    waited_s, loss = self._take_step()
+                except NonFiniteGradient as error:
+                    told.flush(losses)
+                    raise self._with_what_is_kept(error) from error
                 told.step(losses.put(loss), partial(self._figures, waited_s))
                 if self._evaluates_here:
                     told.flush(losses)
                     self._evaluate(metrics, stop)
                     told.flush(losses)
                 if settings.save_every and self.step % settings.save_every == 0:
-                    self._save()
+                    assert self.checkpoints is not None
+                    self.checkpoints.begin(self.step, self._values)
             told.flush(losses)
             self.loss = told.loss
             is_recorded = self.step - first >= _RECORDED_STEPS[0] + 2
@@ -299,6 +313,7 @@ class _Run:
     def _take_step(self) -> tuple[float, Tensor]:
         """Return how long the batch took to come, and the loss."""
         before_s = time.perf_counter()
+        self.before_step = BeforeStep(self.model, self.optimizer, self.corpus.training)
         batch = next(self.corpus.training)
         waited_s = time.perf_counter() - before_s
         self.step_tokens = self.corpus.training.num_tokens(self.step)
@@ -354,10 +369,14 @@ class _Run:
             return
         if self.best is not None and found.loss >= self.best:
             return
-        self.best = found.loss
+        best_before, self.best = self.best, found.loss
         with contextlib.closing(CheckpointFolder(self.folder.path / BEST, keep=1)) as best:
             best.give_up_after(self.step)  # a killed run's, which is passed again, otherwise
-            run_state.save(best, self.model, self.optimizer, self._values())
+            try:
+                run_state.save(best, self.model, self.optimizer, self._values())
+            except StoreError as error:
+                self.best = best_before
+                self.display.message(f"the best checkpoint so far was not written: {error}")
 
     def _best_bytes(self, num_steps: int) -> int:
         every = self.settings.eval_every
@@ -366,20 +385,32 @@ class _Run:
         folder = self.folder.path / BEST
         return best_bytes(self.model, self.optimizer, folder, -(-num_steps // every))
 
-    def _save(self) -> None:
-        """Begin a checkpoint; training goes on while it is written, where there is room."""
-        if self.checkpoints is None or self.saved_step == self.step:
-            return
-        self.checkpoints.begin(self._values())
-        self.saved_step = self.step
+    def _with_what_is_kept(self, error: NonFiniteGradient) -> NonFiniteGradient:
+        """Save what the steps before this one made, if it is still there; return what to raise."""
+        if not self.step or not self.before_step.restore():
+            return error
+        try:
+            if self.checkpoints is None:
+                self._write_model()
+                return NonFiniteGradient(f"{error} The model of step {self.step} is written.")
+            self.checkpoints.keep_one_more()  # for those who mistrust the steps that led there
+            self._save_last()
+        except StoreError as failed:
+            return NonFiniteGradient(
+                f"{error} What was trained before could not be saved: {failed}"
+            )
+        return NonFiniteGradient(
+            f"{error} Step {self.step} is in a checkpoint: --resume --on-non-finite skip goes on "
+            "from there."
+        )
 
     def _values(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "batches": self.corpus.training.state_dict(),
-            "best": self.best,
-            "settings": to_dict(self.settings),
-        }
+        return RunValues(
+            step=self.step,
+            batches=self.corpus.training.state_dict(),
+            best=self.best,
+            settings=to_dict(self.settings),
+        ).to_dict()
 
     def _resume(self) -> None:
         if not self.settings.resume:
@@ -392,10 +423,10 @@ class _Run:
         if resumed is None:
             self.display.message("no checkpoint to resume from: starting at the beginning")
             return
-        values = resumed.values
-        changed = changed_settings(values["settings"], to_dict(self.settings))
+        said = read_values(resumed.values, self.folder.path)
+        changed = changed_settings(said.settings, to_dict(self.settings))
         try:
-            self.corpus.training.load_state_dict(values["batches"])
+            self.corpus.training.load_state_dict(said.batches)
         except ValueError as error:
             settings = f" Other settings than before: {', '.join(changed)}." if changed else ""
             raise StoreError(
@@ -403,7 +434,7 @@ class _Run:
                 f"{error}.{settings}",
                 path=self.folder.path,
             ) from error
-        self.step = self.saved_step = values["step"]
+        self.step, self.is_resumed = said.step, True
         if self.step > self.corpus.num_steps:
             raise ValueError(
                 f"{self.output} has a checkpoint of step {self.step}, and only "
@@ -421,6 +452,5 @@ class _Run:
         best = CheckpointFolder(self.folder.path / BEST)
         with contextlib.suppress(StoreError):  # harmed: the next one takes its place
             for _, manifest in best.newest(lambda *_: None):
-                found: float | None = manifest.values["run"]["best"]
-                return found
+                return read_values(manifest.values.get("run", {}), best.path).best
         return None

@@ -80,7 +80,7 @@ def load_tokenizer(settings: TrainSettings) -> Any:
             directory, local_files_only=True, trust_remote_code=False
         )
         _check_vocabulary(tokenizer, directory)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever its classes and their library raise about its files
         raise ValueError(
             f"{directory} has no tokenizer that can be read: --tokenizer names another directory "
             f"({first_line(error)})"

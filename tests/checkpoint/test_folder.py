@@ -188,6 +188,15 @@ def test_the_order_of_calls_makes_it_durable(
     assert after == [("sync_directory", tmp_path.name)]
 
 
+def test_the_names_of_new_folders_are_synced_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(calls, "sync_directory", synced.append)
+    save(CheckpointFolder(tmp_path / "a" / "b" / "c"), 1)
+    assert synced[:3] == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+
+
 def test_a_second_process_is_refused(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     save(folder, 1)

@@ -233,6 +233,15 @@ def test_made_up_manifests(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> Non
     assert used_instead(folder) == (2, "")
 
 
+def test_a_manifest_that_would_fill_the_memory_is_not_parsed(saved: Saved) -> None:
+    _, folder, _ = saved
+    path = folder.directory(2) / NAME
+    path.write_bytes(b'{"values": [' + b"[]," * 7_000_000 + b"[]]}")
+    step, told = used_instead(folder)
+    assert step == 1
+    assert "it would take more than 1.0 GiB of memory" in told
+
+
 GROUPS: list[list[Any]] = [
     [],
     [{}],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,7 @@ BAD_LINES = {
     "a raw NUL": (b'{"text": "a\x00b"}', "is not JSON"),
     "a lone surrogate": (b'{"text": "a\\ud800b"}', "surrogate"),
     "deep lists": (b'{"text": "a", "n": ' + b"[" * 100 + b"]" * 100 + b"}", "64 deep"),
+    "wide lists": (b'{"text": "a", "n": [' + b"[]," * 7_000_000 + b"[]]}", "1.0 GiB of memory"),
     "very deep lists": (b'{"text": "a", "n": ' + b"[" * 200_000, "64 deep"),
     "many digits": (b'{"text": "a", "n": ' + b"9" * 10_000 + b"}", "is not JSON"),
 }
@@ -391,3 +393,9 @@ def test_no_row_that_can_be_used(tmp_path: Path, make_cache: Any) -> None:
     with pytest.raises(ValueError, match=r"no row of 1 can be used \(0 bad, 1 empty\)"):
         make_cache(path)
     assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_pipe_is_no_file_of_data(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match=r"a\.jsonl is no ordinary file"):
+        find_sources(tmp_path / "a.jsonl")

@@ -115,6 +115,18 @@ def raw_header(text: bytes) -> Callable[[Path], None]:
     return lambda directory: put(directory, text, parts(directory)[1])
 
 
+WIDE = 60_000_000  # bytes: of values, not of text, in memory some gigabytes
+
+
+def wide(start: bytes, unit: bytes, end: bytes, num_bytes: int = WIDE) -> bytes:
+    return start + unit * (num_bytes // len(unit)) + end
+
+
+def many_names(directory: Path) -> None:
+    names = [b'"%d":0' % number for number in range(400_000)]
+    put(directory, b"{" + b",".join([*names, names[-1]]) + b"}", parts(directory)[1])
+
+
 def cut(directory: Path) -> None:
     data = (directory / FILE).read_bytes()
     (directory / FILE).write_bytes(data[:-7])
@@ -140,7 +152,15 @@ HEADERS: dict[str, Callable[[Path], None]] = {
     "deep in metadata": raw_header(
         b'{"__metadata__": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_001
     ),
+    "wide": lambda directory: put(directory, wide(b'{"a": [', b"[],", b"[]]}"), b""),
+    "wide, but half as long": lambda directory: put(
+        directory, wide(b'{"a": [', b"{},", b"[]]}", WIDE // 2), b""
+    ),
+    "a long text": lambda directory: put(
+        directory, wide('{"__metadata__": {"a": "\U0001f600'.encode(), b"x", b'"}}'), b""
+    ),
     "duplicate keys": duplicate_keys,
+    "duplicate among many": many_names,
     "overlap": with_header(overlap),
     "hole": hole,
     "beyond the file": set_first(data_offsets=[0, 2**40]),
@@ -182,6 +202,12 @@ def weight_map(file_name: Any) -> str:
     return json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": file_name}})
 
 
+def dangling(directory: Path) -> None:
+    (directory / FILE).unlink()
+    (directory / INDEX).write_text(weight_map("a.safetensors"))
+    (directory / "a.safetensors").symlink_to("../../blobs/0")
+
+
 INDEXES: dict[str, Callable[[Path], None]] = {
     "index: parent folder": with_index(weight_map("../outside.safetensors")),
     "index: absolute": with_index(weight_map("@/outside.safetensors")),
@@ -198,6 +224,12 @@ INDEXES: dict[str, Callable[[Path], None]] = {
     "index: no map": with_index("{}"),
     "index: map is a list": with_index('{"weight_map": ["a"]}'),
     "index: deep": with_index("[" * 100_000),
+    "index: wide": with_index(wide(b'{"weight_map": {"a": [', b"[],", b"[]]}}").decode()),
+    "index: a long name": with_index(weight_map("a" * 5_000 + ".safetensors")),
+    "index: duplicate keys": with_index(
+        '{"weight_map": {"lm_head.weight": "a.safetensors", "lm_head.weight": "b.safetensors"}}'
+    ),
+    "index: a link to nothing": dangling,
 }
 
 
@@ -252,6 +284,10 @@ def text_config(text: str) -> Callable[[Path], None]:
     return lambda directory: (directory / "config.json").write_text(text) and None
 
 
+def generation_config(text: str) -> Callable[[Path], None]:
+    return lambda directory: (directory / "generation_config.json").write_text(text) and None
+
+
 OTHERS: dict[str, Callable[[Path], None]] = {
     "pickle: .bin": pickled("pytorch_model.bin"),
     "pickle: .pt": pickled("model.pt"),
@@ -269,6 +305,21 @@ OTHERS: dict[str, Callable[[Path], None]] = {
     "config: 10^9 layers": with_config(num_hidden_layers=10**9),
     "config: layers as text": with_config(num_hidden_layers="two"),
     "config: negative layers": with_config(num_hidden_layers=-1),
+    "config: a negative vocabulary": with_config(vocab_size=-5),
+    "config: widths that overflow": with_config(hidden_size=2**62),
+    "config: an activation that is none": with_config(hidden_act="nothing-like-it"),
+    "config: wide": text_config(wide(b'{"a": [', b"[],", b"[]]}").decode()),
+    "config: a kernel of the Hub": with_config(_attn_implementation="somebody/code"),
+    "config: a kernel for a part": with_config(attn_implementation={"": "somebody/code"}),
+    "config: another file of weights": with_config(transformers_weights="../outside.safetensors"),
+    "adapters beside the weights": lambda directory: (
+        (directory / "adapter_config.json").write_text('{"base_model_name_or_path": "../outside"}')
+        and None
+    ),
+    "generation: no JSON": generation_config("{"),
+    "generation: a list": generation_config("[]"),
+    "generation: deep": generation_config('{"a":' * 50_000),
+    "generation: wide": generation_config(wide(b'{"a": [', b"[],", b"[]]}").decode()),
 }
 CASES = {**HEADERS, **INDEXES, **OTHERS}
 
@@ -325,6 +376,26 @@ def test_it_is_refused_and_nothing_of_it_runs(
 def test_what_is_wrong_with_a_file_is_told(directory: Path, content: bytes, told: str) -> None:
     (directory / FILE).write_bytes(content)
     with pytest.raises(StoreError, match=told):
+        outcore.load(directory, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        ("index: no map", "it has no table weight_map"),
+        ("index: duplicate keys", "'lm_head.weight' stands in it twice"),
+        ("index: a link to nothing", r"a\.safetensors .* is a link to \.\./\.\./blobs/0, which is"),
+        ("generation: no JSON", r"generation_config\.json: is no JSON of settings"),
+        ("config: a kernel of the Hub", "_attn_implementation asks for code from elsewhere"),
+        (
+            "config: wider than its weights",
+            r"model\.embed_tokens\.weight has the shape \[31, 16\] in its files and \[31, 64\] by",
+        ),
+    ],
+)
+def test_the_reason_is_told(directory: Path, harm: str, told: str) -> None:
+    CASES[harm](directory)
+    with pytest.raises(OutcoreError, match=told):
         outcore.load(directory, device="cpu")
 
 

@@ -243,3 +243,25 @@ def test_a_model_that_names_no_embedding_is_loaded_all_the_same(
     with pytest.warns(UserWarning, match="no weights for score"):
         model = outcore.load(directory, device="cpu", auto_class=AutoModelForSequenceClassification)
     outcore.release(model)
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_head_that_is_the_embedding_by_the_config_and_another_in_the_files(
+    tmp_path: Path, is_other: bool
+) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**CONFIG.to_dict(), "tie_word_embeddings": True})
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    if is_other:
+        tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    expected = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()["lm_head.weight"]
+    if is_other:  # transformers has two parameters then
+        assert not torch.equal(expected, tensors["model.embed_tokens.weight"])
+        with pytest.raises(StoreError, match=r"lm_head\.weight is .* different values"):
+            outcore.load(tmp_path, device="cpu")
+    else:
+        model = outcore.load(tmp_path, device="cpu")
+        assert torch.equal(model.state_dict()["lm_head.weight"], expected)

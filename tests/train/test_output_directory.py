@@ -126,3 +126,17 @@ def test_a_micro_batch_of_more_than_a_step_is_told(files: Files) -> None:
     out = io.StringIO()
     train(files.settings(max_steps=1, micro_batch=64), Display(Console(file=out, width=200)))
     assert "--micro-batch 64 is more than a step has: a block works on all 4" in out.getvalue()
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_what_stands_in_the_place_of_the_checkpoints_is_told(files: Files, is_link: bool) -> None:
+    settings = files.settings()
+    path = Path(settings.output) / "checkpoints"
+    path.parent.mkdir()
+    if is_link:
+        path.symlink_to("/nowhere/at/all")
+    else:
+        path.write_text("a file")
+    told = f"cannot create {path}: File exists. What has this name is no folder"
+    with pytest.raises(StoreError, match=told):
+        train(settings, quiet())

@@ -1,0 +1,238 @@
+"""What goes wrong in a run costs at most the step that it happens in."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor
+from train_files import Files
+
+from outcore.checkpoint.folder import CheckpointFolder
+from outcore.errors import NonFiniteGradient, StoreError
+from outcore.train import metrics as metrics_module
+from outcore.train import run as run_module
+from outcore.train.display import Display
+from outcore.train.metrics import FILE_NAME as METRICS
+from outcore.train.metrics import Metrics, read_metrics
+from outcore.train.objective import NextToken
+from outcore.train.run import train
+from outcore.train.settings import TrainSettings
+
+
+def quiet() -> Display:
+    return Display(Console(quiet=True))
+
+
+def told_by(settings: TrainSettings) -> str:
+    text = io.StringIO()
+    train(settings, Display(Console(file=text, width=1000)))
+    return text.getvalue()
+
+
+def weights(settings: TrainSettings) -> dict[str, Tensor]:
+    return load_file(Path(settings.output) / "model.safetensors")
+
+
+def same(left: TrainSettings, right: TrainSettings) -> bool:
+    a, b = weights(left), weights(right)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def steps_in(settings: TrainSettings) -> list[int]:
+    return CheckpointFolder(Path(settings.output) / "checkpoints").steps()
+
+
+@pytest.fixture
+def nan_in_the_fourth_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss_of = NextToken.loss
+
+    def loss(self: NextToken, model: Any, batch: Any, number: int) -> Tensor:
+        return loss_of(self, model, batch, number) * (float("nan") if number == 3 else 1.0)
+
+    monkeypatch.setattr(NextToken, "loss", loss)
+
+
+@pytest.mark.filterwarnings("ignore:step 4 was skipped")
+@pytest.mark.parametrize("clip_in_two_passes", [False, True])
+def test_a_nan_costs_its_own_step_alone(
+    files: Files, nan_in_the_fourth_batch: None, clip_in_two_passes: bool
+) -> None:
+    skipping = files.settings(
+        "skipping", on_non_finite="skip", clip_in_two_passes=clip_in_two_passes
+    )
+    train(skipping, quiet())
+    settings = files.settings(clip_in_two_passes=clip_in_two_passes)
+    with pytest.raises(NonFiniteGradient, match="Step 3 is in a checkpoint: --resume"):
+        train(settings, quiet())
+    train(replace(settings, resume=True, on_non_finite="skip"), quiet())
+    assert same(settings, skipping)
+    assert len(read_metrics(Path(settings.output))) == 6
+
+
+def test_the_checkpoint_before_a_nan_takes_no_other_ones_place(
+    files: Files, nan_in_the_fourth_batch: None
+) -> None:
+    settings = files.settings(save_every=2, keep=1)
+    with pytest.raises(NonFiniteGradient):
+        train(settings, quiet())
+    assert steps_in(settings) == [2, 3]
+
+
+def test_a_nan_that_was_applied_is_in_no_checkpoint(
+    files: Files, nan_in_the_fourth_batch: None
+) -> None:
+    settings = files.settings(max_grad_norm=0.0, save_every=2)
+    with pytest.raises(NonFiniteGradient, match="has already applied it: load the last checkpoint"):
+        train(settings, quiet())
+    assert steps_in(settings) == [2]
+
+
+def test_a_run_without_checkpoints_leaves_its_model_at_a_nan(
+    files: Files, nan_in_the_fourth_batch: None
+) -> None:
+    settings = files.settings(keep=0)
+    with pytest.raises(NonFiniteGradient, match="The model of step 3 is written"):
+        train(settings, quiet())
+    assert all(tensor.isfinite().all() for tensor in weights(settings).values())
+
+
+@pytest.fixture
+def refuse_commits(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], None]:
+    """Let the disk be full for these of the checkpoints, counted from 1."""
+
+    def refuse(numbers: set[int]) -> None:
+        commit, count = CheckpointFolder.commit, [0]
+
+        def counted(self: CheckpointFolder, *args: Any) -> Path:
+            count[0] += 1
+            if count[0] in numbers:
+                raise StoreError("the disk is full")
+            return commit(self, *args)
+
+        monkeypatch.setattr(CheckpointFolder, "commit", counted)
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("refused", "left"), [({1}, [4, 6]), ({2}, [2, 6]), ({3}, [4, 6]), ({1, 2}, [6])]
+)
+def test_a_checkpoint_that_fails_does_not_end_the_run(
+    files: Files, refuse_commits: Callable[[set[int]], None], refused: set[int], left: list[int]
+) -> None:
+    refuse_commits(refused)
+    settings = files.settings(save_every=2)
+    told = told_by(settings)
+    assert told.count("a checkpoint could not be written, and training goes on") == len(refused)
+    assert steps_in(settings) == left
+
+
+def test_a_last_checkpoint_that_fails_is_an_error(
+    files: Files, refuse_commits: Callable[[set[int]], None]
+) -> None:
+    refuse_commits({3, 4})
+    settings = files.settings(save_every=2)
+    with pytest.raises(StoreError, match="the disk is full"):
+        train(settings, quiet())
+    assert weights(settings)
+
+
+def test_a_best_checkpoint_that_fails_does_not_end_the_run(
+    files: Files, refuse_commits: Callable[[set[int]], None]
+) -> None:
+    refuse_commits({1})
+    settings = files.settings(held_out=0.1, eval_every=2)
+    assert "the best checkpoint so far was not written: the disk is full" in told_by(settings)
+    best = CheckpointFolder(Path(settings.output) / "checkpoints" / "best").steps()
+    assert best in ([4], [6])
+
+
+class FullFile:
+    """A file whose disk is full after a few bytes of the third line."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._num_lines = 0
+
+    def write(self, line: bytes) -> int:
+        self._num_lines += 1
+        if self._num_lines in (3, 4):
+            self._file.write(line[:5])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._file.write(line)  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def test_figures_without_room_do_not_end_the_run(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Filling(Metrics):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            self._file: Any = FullFile(self._file)
+
+    monkeypatch.setattr(run_module, "Metrics", Filling)
+    settings = files.settings()
+    assert told_by(settings).count("No space left on device; lines are missing") == 1
+    assert [line["step"] for line in read_metrics(Path(settings.output))] == [1, 2, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "line", [b"\xff\xfe\x00", b'{"a": 1}', b"5", b'{"step": null, "kind": "train"}', b"[" * 100_000]
+)
+def test_figures_that_cannot_be_read_do_not_keep_a_run_from_going_on(
+    tmp_path: Path, line: bytes
+) -> None:
+    whole = b'{"kind": "train", "step": 1, "loss": 1.0}\n'
+    (tmp_path / METRICS).write_bytes(whole + line + b"\n" + whole)
+    metrics = metrics_module.Metrics(tmp_path, first_step=2, tensorboard=False)
+    metrics.add("train", 2, loss=1.0)
+    metrics.close()
+    assert [each["step"] for each in read_metrics(tmp_path)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"step": "2", "batches": {}, "best": None, "settings": {}},
+        {"step": 2, "batches": [], "best": None, "settings": {}},
+        {"step": 2, "batches": {}, "best": "x", "settings": {}},
+        {"step": 2, "batches": {}, "best": None, "settings": []},
+    ],
+)
+def test_a_checkpoint_of_another_program_is_refused(
+    files: Files, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]
+) -> None:
+    settings = files.settings(max_steps=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module._Run, "_values", lambda self: values)
+        train(settings, quiet())
+    with pytest.raises(StoreError, match="not of `outcore train`"):
+        train(replace(settings, resume=True), quiet())
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, '{"eos_token": 5}'])
+def test_a_tokenizer_that_is_none_is_told(
+    files: Files, tmp_path: Path, name: str, text: str
+) -> None:
+    model = tmp_path / "broken"
+    model.mkdir()
+    for file in files.model.iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    (model / name).write_text(text)
+    with pytest.raises(ValueError, match="has no tokenizer that can be read"):
+        train(files.settings(model=str(model)), quiet())
