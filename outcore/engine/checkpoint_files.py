@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,18 @@ class CheckpointFiles:
     def holds(self, name: str) -> bool:
         return name in self._file_of
 
+    def shapes(self) -> dict[str, list[int]]:
+        """Return the shape of every stored tensor, of any type."""
+        entries = {
+            name: self._headers[path].entries.get(name) for name, path in self._file_of.items()
+        }
+        return {name: entry["shape"] for name, entry in entries.items() if entry is not None}
+
+    def check_types(self, names: Iterable[str]) -> None:
+        """Refuse tensors that are not plain numbers."""
+        for name in names:
+            self._shape_and_type(name)
+
     def are_equal(self, name: str, other: str) -> bool:
         """Whether two stored tensors have the same type, shape and bytes."""
         if self._shape_and_type(name) != self._shape_and_type(other):
@@ -105,8 +117,8 @@ class CheckpointFiles:
         """Whether bf16 would round away some of what is stored under the name."""
         return self._shape_and_type(name)[1] != "BF16"
 
-    def load_buffers(self, model: nn.Module) -> None:
-        """Read the buffers that are part of a checkpoint.
+    def load_buffers(self, model: nn.Module, stored_as: Mapping[str, str] | None = None) -> None:
+        """Read the buffers that are part of a checkpoint, of other names by ``stored_as``.
 
         Others (rotary frequencies) follow from the config, and old files hold them, rounded.
         """
@@ -114,6 +126,7 @@ class CheckpointFiles:
             for leaf, buffer in module._buffers.items():
                 name = f"{prefix}.{leaf}" if prefix else leaf
                 is_stored = leaf not in module._non_persistent_buffers_set
+                name = (stored_as or {}).get(name, name)
                 if buffer is None or not is_stored or name not in self._file_of:
                     continue
                 values = self.tensor(name)

@@ -7,6 +7,7 @@ unit's values are made or read only when its home is ready.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from outcore.engine.offload import offload, offload_from, resolve_options
 from outcore.engine.offloaded import Engine
 from outcore.engine.options import OffloadOptions
 from outcore.engine.placement import Places
+from outcore.engine.places import Place
+from outcore.engine.stored_layout import StoredPiece, stored_layout
 from outcore.engine.tied_tensors import check_tied
 from outcore.errors import StoreError, UnsupportedModel
 from outcore.model_config import first_line, read_config, read_generation_config
@@ -91,24 +94,25 @@ def load(
     except Exception as error:  # whatever its class raises about values that cannot be
         file = path / "config.json"
         raise StoreError(f"{file}: makes no model ({first_line(error)})", path=file) from error
-    if not files.holds_all(base):
-        # Names or shapes differ (fused experts, an old layout): transformers converts them.
+    layout = stored_layout(base, files)
+    if layout is None:
+        # Shapes differ, or something is missing: transformers converts the files.
         check_size(base, files.num_elements, path)
         base = converted(auto_class or auto_class_of(config), path, unlike=files.unlike(base))
         model = _frozen_if_packed(base, options)
         if adapters is not None:
             model = with_adapters(base, adapters)
         return offload(model, **options)
-    check_tied(base, files, path)
-    names = {id(parameter): name for name, parameter in base.named_parameters()}
+    check_tied(base, files, layout, path)
+    pieces = {id(parameter): layout[name] for name, parameter in base.named_parameters()}
     model = _frozen_if_packed(base, options)
     if adapters is not None:
         model = with_adapters(base, adapters)
     checked, plan = resolved or resolve_options(model, **options)
-    stored = _Stored(files, names, checked.device)
+    stored = _Stored(files, pieces, checked.device)
     model = offload_from(model, checked, source=stored, plan=plan)
     _fill_meta_buffers(base, checked.device)
-    files.load_buffers(base)
+    files.load_buffers(base, {name: found[0].name for name, found in layout.items()})
     if generation_config is not None:
         base.generation_config = generation_config
     model.eval()
@@ -121,36 +125,45 @@ def _frozen_if_packed(base: Any, options: dict[str, Any]) -> Any:
 
 
 class _Stored:
-    """Reads each part's values from files, by the names that parameters had before adapters."""
+    """Reads each part's values from files, found before adapters gave parameters other names."""
 
     is_on_host = True
 
-    def __init__(self, files: CheckpointFiles, names: dict[int, str], device: torch.device) -> None:
+    def __init__(
+        self,
+        files: CheckpointFiles,
+        pieces: dict[int, list[StoredPiece]],
+        device: torch.device,
+    ) -> None:
         self._files = files
-        self._names = names  # by the parameter's id
+        self._pieces = pieces  # by the parameter's id
         self._device = device
 
     def is_wider_than_bf16(self, part: Part) -> bool:
-        return any(self._files.is_wider_than_bf16(name) for name in self._stored(part).values())
+        on_meta = [p for p in part.parameters.values() if p.is_meta]
+        names = [piece.name for p in on_meta for piece in self._pieces[id(p)]]
+        return any(self._files.is_wider_than_bf16(name) for name in names)
 
     def fill(self, wanted: Sequence[tuple[Part, Places]]) -> Iterator[Part]:
         parts = {id(part): part for part, _ in wanted}
         tensors = [
             Wanted(
-                name=self._names[id(part.parameters[name])],
-                put=place.put,
+                name=piece.name,
+                put=partial(_put_behind, place, piece.first),
                 run_numel=place.run_numel,
                 owner=id(part),
             )
             for part, places in wanted
             for name, place in places.items()
+            for piece in self._pieces[id(part.parameters[name])]
         ]
         for owner in self._files.read(tensors, pin=self._device.type == "cuda"):
             assert isinstance(owner, int)
             yield parts[owner]
 
-    def _stored(self, part: Part) -> dict[str, str]:
-        return {name: self._names[id(p)] for name, p in part.parameters.items() if p.is_meta}
+
+def _put_behind(place: Place, start: int, values: Tensor, first: int) -> None:
+    place.put(values, start + first)
 
 
 def _on_meta(config: Any, auto_class: Any) -> Any:

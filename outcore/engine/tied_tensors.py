@@ -12,15 +12,16 @@ from pathlib import Path
 from torch import nn
 
 from outcore.engine.checkpoint_files import CheckpointFiles
+from outcore.engine.stored_layout import Layout
 from outcore.errors import StoreError
 
 
-def check_tied(model: nn.Module, files: CheckpointFiles, directory: Path) -> None:
+def check_tied(model: nn.Module, files: CheckpointFiles, layout: Layout, directory: Path) -> None:
     """Refuse files that have different values for what the model has once."""
     names = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if files.holds(name):
-            names[id(parameter)].append(name)
+        if len(pieces := layout.get(name, [])) == 1:
+            names[id(parameter)].append(pieces[0].name)
     for first, *others in names.values():
         for other in others:
             if not files.are_equal(first, other):

@@ -54,7 +54,12 @@ def test_a_checkpoint_with_adapters_is_the_model_that_peft_makes(
     assert losses[-1] < losses[0]
 
 
-def test_a_checkpoint_that_transformers_converts_gets_adapters_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_a_checkpoint_of_other_names_gets_adapters_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_converted: bool
+) -> None:
+    if is_converted:  # by transformers, as where values have to change
+        monkeypatch.setattr("outcore.engine.create.stored_layout", lambda *_: None)
     hf.AutoModelForCausalLM.from_config(MIXTRAL).save_pretrained(tmp_path)  # experts one by one
     adapters = lora.lora(target_modules=["q_proj", "v_proj"])
     model = outcore.load(tmp_path, adapters=adapters, device="cpu", frozen_weights="int4")
