@@ -25,7 +25,7 @@ from outcore.optim.state_format import StateTensor
 from outcore.optim.updates import MAX_PIECE_ELEMENTS
 from outcore.store.host_arena import OUT_OF_HOST, HostArena, aligned_bytes
 from outcore.store.ledger import Ledger
-from outcore.store.packed_spans import PackedLayout, is_packable
+from outcore.store.packed_spans import MIN_ELEMENTS, PackedLayout, is_packable
 from outcore.store.spans import SpanLayout
 from outcore.stream.disk_tensors import DiskShape
 from outcore.stream.unit import Unit
@@ -89,8 +89,8 @@ def build_units(model: nn.Module, options: OffloadOptions) -> list[Unit]:
     blocks = [unit for unit in units if unit.part.is_block]
     if options.frozen_weights is not None and all(unit.packed is None for unit in units):
         raise ValueError(
-            f'frozen_weights="{options.frozen_weights.name}", but no block has a frozen matrix: '
-            "add adapters or freeze the base (requires_grad_(False)) first"
+            f'frozen_weights="{options.frozen_weights.name}", but no block has a frozen matrix of '
+            f"{MIN_ELEMENTS:,} elements or more: add adapters or freeze the base (requires_grad_(False)) first"
         )
     homes = (options.for_blocks(name, len(blocks)) for name in ("weights", "state"))
     for unit, weights, state in zip(blocks, *homes, strict=True):

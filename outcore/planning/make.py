@@ -20,6 +20,7 @@ from outcore.planning.plan import Budgets, Clipping, FrozenWeights, Job, Plan, S
 from outcore.planning.search import make_plan
 from outcore.planning.step_size import check_step_size
 from outcore.store.disk_budget import parse_disk
+from outcore.store.packed_spans import MIN_ELEMENTS
 from outcore.units import parse_budget
 
 if TYPE_CHECKING:
@@ -129,8 +130,8 @@ def _check_something_is_frozen(spec: ModelSpec, frozen_weights: str | None) -> N
     """Refuse frozen_weights for a model that is trained whole."""
     if frozen_weights is not None and not any(b.frozen_matrices for b in spec.blocks):
         raise ValueError(
-            f'frozen_weights="{frozen_weights}", but no block has a frozen matrix: give adapters, '
-            "or a model whose base is frozen"
+            f'frozen_weights="{frozen_weights}", but no block has a frozen matrix of '
+            f"{MIN_ELEMENTS:,} elements or more: give adapters, or a model whose base is frozen"
         )
 
 
