@@ -90,7 +90,8 @@ def build_units(model: nn.Module, options: OffloadOptions) -> list[Unit]:
     if options.frozen_weights is not None and all(unit.packed is None for unit in units):
         raise ValueError(
             f'frozen_weights="{options.frozen_weights.name}", but no block has a frozen matrix of '
-            f"{MIN_ELEMENTS:,} elements or more: add adapters or freeze the base (requires_grad_(False)) first"
+            f"{MIN_ELEMENTS:,} elements or more: add adapters or freeze the base "
+            "(requires_grad_(False)) first"
         )
     homes = (options.for_blocks(name, len(blocks)) for name in ("weights", "state"))
     for unit, weights, state in zip(blocks, *homes, strict=True):
