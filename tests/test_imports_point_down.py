@@ -24,7 +24,7 @@ FLOORS = (
     ("hf",),
     ("checkpoint",),
     ("engine",),
-    ("planning",),
+    ("planning", "weights"),
     ("model_spec",),
     ("model_config", "model_directory", "saved_activations", "attention_spec"),
     ("machine",),

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 
 from outcore.adapters import with_adapters
 from outcore.blocks import Part
-from outcore.engine.checkpoint_files import CheckpointFiles, Wanted
-from outcore.engine.converted import check_size, converted
 from outcore.engine.offload import offload, offload_from, resolve_options
 from outcore.engine.offloaded import Engine
 from outcore.engine.options import OffloadOptions
 from outcore.engine.placement import Places
 from outcore.engine.places import Place
-from outcore.engine.stored_layout import StoredPiece, stored_layout
-from outcore.engine.tied_tensors import check_tied
 from outcore.errors import StoreError, UnsupportedModel
 from outcore.model_config import first_line, read_config, read_generation_config
 from outcore.model_directory import model_directory
 from outcore.model_spec import auto_class as auto_class_of
+from outcore.weights.checkpoint_files import CheckpointFiles, Wanted
+from outcore.weights.converted import check_size, converted
+from outcore.weights.stored_layout import StoredPiece, stored_layout
+from outcore.weights.tied_tensors import check_tied
 
 
 def from_config(

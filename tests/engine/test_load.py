@@ -19,9 +19,9 @@ from transformers import (
 )
 
 import outcore
-from outcore.engine import file_ranges
-from outcore.engine.checkpoint_files import CheckpointFiles, Wanted
 from outcore.errors import StoreError
+from outcore.weights import file_ranges
+from outcore.weights.checkpoint_files import CheckpointFiles, Wanted
 
 CONFIG = LlamaConfig(
     hidden_size=32,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from torch import nn
 
-from outcore.engine.checkpoint_files import CheckpointFiles
-from outcore.engine.stored_layout import Layout
 from outcore.errors import StoreError
+from outcore.weights.checkpoint_files import CheckpointFiles
+from outcore.weights.stored_layout import Layout
 
 
 def check_tied(model: nn.Module, files: CheckpointFiles, layout: Layout, directory: Path) -> None:

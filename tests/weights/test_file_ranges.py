@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outcore.engine import file_ranges
-from outcore.engine.file_ranges import FileRange, read_ranges
 from outcore.errors import StoreError
+from outcore.weights import file_ranges
+from outcore.weights.file_ranges import FileRange, read_ranges
 
 WINDOW = 1 << 13
 SIZE = 20 * WINDOW + 777

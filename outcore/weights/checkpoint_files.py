@@ -12,10 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from outcore.engine.file_ranges import FileRange, read_ranges
-from outcore.engine.safetensors_header import Header, num_elements, read_header
 from outcore.errors import StoreError
 from outcore.limited_json import no_name_twice, read_limited
+from outcore.weights.file_ranges import FileRange, read_ranges
+from outcore.weights.safetensors_header import Header, num_elements, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import outcore
 from outcore.engine import create
-from outcore.engine.checkpoint_files import CheckpointFiles
-from outcore.engine.stored_layout import stored_layout
+from outcore.weights.checkpoint_files import CheckpointFiles
+from outcore.weights.stored_layout import stored_layout
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outcore.engine.checkpoint_files import CheckpointFiles
+from outcore.weights.checkpoint_files import CheckpointFiles
 
 Shape = Sequence[int]
 

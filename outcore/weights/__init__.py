@@ -1,0 +1,1 @@
+"""The weights of Hugging Face directories: safetensors files, hostile until checked."""
