@@ -1,65 +1,34 @@
 """A training run, from settings to a model directory; the main path, to be read from the top.
 
-Plan, load, resume, step by step, and out. Everything that a resumed run needs is in its
-checkpoint; the rest follows from the settings and the step.
+Look at what was asked for, make the data, plan, load; the steps are in ``loop``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
-import outcore
-from outcore.checkpoint import run_state
-from outcore.checkpoint.async_checkpoints import AsyncCheckpoints
-from outcore.checkpoint.folder import CheckpointFolder
 from outcore.data.sources import find_sources
 from outcore.determinism import deterministic_algorithms
 from outcore.engine.offload import engine_of
-from outcore.engine.run_record import RunRecord
-from outcore.errors import NonFiniteGradient, StoreError
 from outcore.model_config import longest_sequence, too_long, vocabulary_size
 from outcore.named_device import named_device
-from outcore.planning.plan import Plan
-from outcore.planning.side_by_side import Measurement
 from outcore.train import subject
-from outcore.train.before_step import BeforeStep
-from outcore.train.changed_settings import changed_settings
-from outcore.train.corpus import CACHE_FOLDER, Corpus, make_corpus
+from outcore.train.corpus import CACHE_FOLDER, make_corpus
 from outcore.train.display import Display
-from outcore.train.evaluation import Evaluated, evaluate
-from outcore.train.figures import StepFigures, TrainResult
-from outcore.train.lagged_loss import LaggedLoss
-from outcore.train.metrics import FILE_NAME as METRICS
-from outcore.train.metrics import Metrics, check_tensorboard
-from outcore.train.objective import Objective, objective_for
+from outcore.train.figures import TrainResult
+from outcore.train.loop import Run
+from outcore.train.metrics import check_tensorboard
 from outcore.train.output_directory import (
-    BEST,
     check_apart,
     checkpoints_in,
     remove_if_empty,
-    writing,
 )
 from outcore.train.packed_documents import keeps_packed_documents_apart
-from outcore.train.report_page import FILE_NAME as REPORT
-from outcore.train.report_page import write_report
-from outcore.train.room import best_bytes, check_room_for_model, model_bytes
-from outcore.train.run_values import RunValues, read_values
-from outcore.train.schedule import LearningRate, warmup_steps
-from outcore.train.settings import TrainSettings, to_dict, with_seq_len
-from outcore.train.steady_checkpoints import SteadyCheckpoints
-from outcore.train.stopping import StopRequest
-from outcore.train.telling import StepTeller
+from outcore.train.settings import TrainSettings, with_seq_len
 
 _FEW_STEPS = 10
-_RECORDED_STEPS = (3, 6)  # of this process: the first ones compile and fill caches
 
 
 def train(settings: TrainSettings, display: Display) -> TrainResult:
@@ -116,7 +85,7 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
         with display.loading():
             model = subject.make_model(settings, plan)
         try:
-            return _Run(settings, display, plan, corpus, tokenizer, model, folder).train()
+            return Run(settings, display, plan, corpus, tokenizer, model, folder).train()
         finally:
             engine_of(model).close()
     finally:
@@ -137,320 +106,3 @@ def _other_step_size(settings: TrainSettings, sequences: int, *, is_pairs: bool)
         f"{'pairs of ' if is_pairs else ''}sequences of {seq_len:,}; --tokens-per-step "
         f"{' or '.join(map(str, nearest))} would be exact"
     )
-
-
-class _Run:
-    """One process's part of a run."""
-
-    def __init__(
-        self,
-        settings: TrainSettings,
-        display: Display,
-        plan: Plan,
-        corpus: Corpus,
-        tokenizer: Any,
-        model: Any,
-        folder: CheckpointFolder,
-    ) -> None:
-        self.settings = settings
-        self.display = display
-        self.plan = plan
-        self.corpus = corpus
-        self.tokenizer = tokenizer
-        self.model = model
-        self.folder = folder
-        self.optimizer = subject.make_optimizer(model, settings)
-        self.output = Path(settings.output)
-        self.lr = LearningRate(
-            peak=settings.learning_rate,
-            schedule=settings.schedule,
-            num_steps=corpus.num_steps,
-            num_warmup_steps=warmup_steps(settings.warmup, corpus.num_steps),
-            least=settings.min_lr,
-        )
-        self.flops = plan.prediction.tflops * 1e12 * plan.prediction.step_s
-        self.objective: Objective
-        self.checkpoints: SteadyCheckpoints | None = None
-        self.step = 0
-        self.step_tokens = 0  # of the last step, without padding
-        self.is_resumed = False
-        self.before_step: BeforeStep
-        self.best: float | None = None
-        self.measurement: Measurement | None = None
-        self.loss: float | None = None
-
-    def train(self) -> TrainResult:
-        """Resume, take the steps that are left, and write the model."""
-        self.objective = objective_for(
-            self.settings, self.corpus, self.model, self.display.reference
-        )
-        self._resume()
-        at_end = model_bytes(self.model, only_adapters=self.settings.lora)
-        if not self.settings.keep:
-            check_room_for_model(self.output, at_end)
-            return self._train()
-        every, left = self.settings.save_every, self.corpus.num_steps - self.step
-        checkpoints = AsyncCheckpoints(
-            self.folder,
-            self.model,
-            self.optimizer,
-            while_training=every is not None,
-            num_saves=1 + (left // every if every is not None else 0),
-            beside_bytes=at_end + self._best_bytes(left),
-        )
-        self.checkpoints = SteadyCheckpoints(
-            checkpoints,
-            saved_step=self.step if self.is_resumed else None,
-            tell=self.display.message,
-        )
-        with contextlib.closing(self.checkpoints):
-            return self._train()
-
-    def _train(self) -> TrainResult:
-        start_s = time.perf_counter()
-        evaluated: Evaluated | None = None
-        # To the very end: a model that is half written would be the loss of a run without
-        # checkpoints.
-        with (
-            StopRequest(self.display.stopping) as stop,
-            contextlib.closing(self._metrics()) as metrics,
-        ):
-            self._steps(metrics, stop)
-            try:
-                self._save_last()
-            finally:  # a disk without room for a checkpoint may have it for the model
-                if self._is_done or self.checkpoints is None:  # of which else nothing would be left
-                    self._write_model()
-            if self._is_done:  # what goes wrong in here costs nothing that was trained
-                evaluated = self._evaluate(metrics, stop)
-            result = TrainResult(
-                output=self.output,
-                step=self.step,
-                num_steps=self.corpus.num_steps,
-                stopped_by=stop.signal.name if stop.signal and not self._is_done else None,
-                is_resumable=self.checkpoints is not None,
-                loss=self.loss,
-                eval_loss=evaluated.loss if evaluated else None,
-                seconds=time.perf_counter() - start_s,
-                tiers=tuple(engine_of(self.model).report()),
-                measurement=self.measurement,
-            )
-            with writing(self.output / REPORT, "Make room there; --resume writes it again."):
-                write_report(self.output, self.settings, self.plan, result)
-        return result
-
-    def _metrics(self) -> Metrics:
-        with writing(self.output / METRICS, "Make room there."):
-            return Metrics(
-                self.output,
-                first_step=self.step + 1,
-                evaluates_again=self._is_done and self.corpus.evaluation is not None,
-                tensorboard=self.settings.tensorboard,
-                tell=self.display.message,
-            )
-
-    def _save_last(self) -> None:
-        if self.checkpoints is None:
-            return
-        with self.display.saving(self.folder.directory(self.optimizer.num_steps)):
-            self.checkpoints.write(self.step, self._values)
-
-    def _write_model(self) -> None:
-        steps = self.folder.steps()
-        goes_on = f"; --resume goes on from step {steps[-1]}" if steps else ""
-        with self.display.saving(self.output), writing(self.output, f"Make room there{goes_on}."):
-            self.model.save_pretrained(self.output)
-            self.tokenizer.save_pretrained(self.output)
-
-    @property
-    def _is_done(self) -> bool:
-        return self.step == self.corpus.num_steps
-
-    @property
-    def _evaluates_here(self) -> bool:
-        """Whether this step is followed by an evaluation, other than the one at the end."""
-        every = self.settings.eval_every
-        return bool(every and self.step and self.step % every == 0 and not self._is_done)
-
-    def _steps(self, metrics: Metrics, stop: StopRequest) -> None:
-        """Take steps until all are done or a stop is asked for."""
-        settings, first = self.settings, self.step
-        losses, told = LaggedLoss(), StepTeller(self.display, metrics)
-        with self.display.steps(self.step, self.corpus.num_steps), contextlib.ExitStack() as stack:
-            record: RunRecord | None = None
-            if self._evaluates_here and not metrics.is_evaluated(self.step):
-                self._evaluate(metrics, stop)  # the run was asked to stop in the middle of it
-                told.flush(losses)
-            while self.step < self.corpus.num_steps and not stop.is_set:
-                if self.step - first == _RECORDED_STEPS[0]:
-                    record = stack.enter_context(outcore.record(self.model))
-                if self.step - first == _RECORDED_STEPS[1] and record is not None:
-                    stack.close()
-                    self._measured(record)
-                try:
-                    waited_s, loss = self._take_step()
-                except NonFiniteGradient as error:
-                    told.flush(losses)
-                    raise self._with_what_is_kept(error) from error
-                told.step(losses.put(loss), partial(self._figures, waited_s))
-                if self._evaluates_here:
-                    told.flush(losses)
-                    self._evaluate(metrics, stop)
-                    told.flush(losses)
-                if settings.save_every and self.step % settings.save_every == 0:
-                    assert self.checkpoints is not None
-                    self.checkpoints.begin(self.step, self._values)
-            told.flush(losses)
-            self.loss = told.loss
-            is_recorded = self.step - first >= _RECORDED_STEPS[0] + 2
-            if record is not None and self.measurement is None and is_recorded:
-                self._measured(record)
-
-    def _measured(self, record: RunRecord) -> None:
-        self.measurement = record.measurement()
-        self.display.lanes(self.measurement)
-
-    def _take_step(self) -> tuple[float, Tensor]:
-        """Return how long the batch took to come, and the loss."""
-        before_s = time.perf_counter()
-        self.before_step = BeforeStep(self.model, self.optimizer, self.corpus.training)
-        batch = next(self.corpus.training)
-        waited_s = time.perf_counter() - before_s
-        self.step_tokens = self.corpus.training.num_tokens(self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr.at(self.step)
-        device = engine_of(self.model).device
-        on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-
-        def forward_and_backward() -> Tensor:
-            loss = self.objective.loss(self.model, on_device, self.step)
-            loss.backward()
-            return loss.detach()
-
-        loss = self.optimizer.step(forward_and_backward)
-        self.optimizer.zero_grad()
-        self.step += 1
-        return waited_s, loss
-
-    def _figures(self, waited_s: float, step_s: float) -> StepFigures:
-        """Return those of the step just taken; its loss is not known yet."""
-        options = self.corpus.training.options
-        whole = options.batch_size * options.seq_len * self.corpus.cache.documents_per_example
-        return StepFigures(
-            step=self.step,
-            num_steps=self.corpus.num_steps,
-            loss=math.nan,
-            grad_norm=self.optimizer.grad_norm,
-            lr=self.lr.at(self.step - 1),
-            step_s=step_s,
-            tokens_per_s=self.step_tokens / step_s,
-            tflops=self.flops * self.step_tokens / whole / step_s / 1e12,
-            data_wait_s=waited_s,
-            epoch=self.corpus.training.epoch,
-        )
-
-    def _evaluate(self, metrics: Metrics, stop: StopRequest) -> Evaluated | None:
-        """Return the held-out loss; None without such data, or if a stop is asked for meanwhile."""
-        if self.corpus.evaluation is None:
-            return None
-        with self.display.evaluating():
-            batches = self.corpus.evaluation()
-            found = evaluate(self.model, batches, self.objective, stops=lambda: stop.is_set)
-        if found is None:
-            return None
-        self._keep_if_best(found)  # first: what is in the metrics is not evaluated again
-        figures = {"loss": found.loss, "perplexity": found.perplexity}
-        metrics.add("eval", self.step, **{k: v for k, v in figures.items() if v is not None})
-        self.display.evaluated(self.step, found)
-        return found
-
-    def _keep_if_best(self, found: Evaluated) -> None:
-        if not self.settings.keep or not self.settings.eval_every or not math.isfinite(found.loss):
-            return
-        if self.best is not None and found.loss >= self.best:
-            return
-        best_before, self.best = self.best, found.loss
-        with contextlib.closing(CheckpointFolder(self.folder.path / BEST, keep=1)) as best:
-            best.give_up_after(self.step)  # a killed run's, which is passed again, otherwise
-            try:
-                run_state.save(best, self.model, self.optimizer, self._values())
-            except StoreError as error:
-                self.best = best_before
-                self.display.message(f"the best checkpoint so far was not written: {error}")
-
-    def _best_bytes(self, num_steps: int) -> int:
-        every = self.settings.eval_every
-        if every is None:
-            return 0
-        folder = self.folder.path / BEST
-        return best_bytes(self.model, self.optimizer, folder, -(-num_steps // every))
-
-    def _with_what_is_kept(self, error: NonFiniteGradient) -> NonFiniteGradient:
-        """Save what the steps before this one made, if it is still there; return what to raise."""
-        if not self.step or not self.before_step.restore():
-            return error
-        try:
-            if self.checkpoints is None:
-                self._write_model()
-                return NonFiniteGradient(f"{error} The model of step {self.step} is written.")
-            self.checkpoints.keep_one_more()  # for those who mistrust the steps that led there
-            self._save_last()
-        except StoreError as failed:
-            return NonFiniteGradient(
-                f"{error} What was trained before could not be saved: {failed}"
-            )
-        return NonFiniteGradient(
-            f"{error} Step {self.step} is in a checkpoint: --resume --on-non-finite skip goes on "
-            "from there."
-        )
-
-    def _values(self) -> dict[str, Any]:
-        return RunValues(
-            step=self.step,
-            batches=self.corpus.training.state_dict(),
-            best=self.best,
-            settings=to_dict(self.settings),
-        ).to_dict()
-
-    def _resume(self) -> None:
-        if not self.settings.resume:
-            return
-        self.best = self._best_so_far()
-        asked = self.optimizer.hyperparameters()
-        resumed = run_state.load(self.folder, self.model, self.optimizer)
-        for group, values in zip(self.optimizer.param_groups, asked, strict=True):
-            group.update(values)  # those of the settings, which may be others than before
-        if resumed is None:
-            self.display.message("no checkpoint to resume from: starting at the beginning")
-            return
-        said = read_values(resumed.values, self.folder.path)
-        changed = changed_settings(said.settings, to_dict(self.settings))
-        try:
-            self.corpus.training.load_state_dict(said.batches)
-        except ValueError as error:
-            settings = f" Other settings than before: {', '.join(changed)}." if changed else ""
-            raise StoreError(
-                f"{self.folder.path} is of a run on other data, or on other batches of it: "
-                f"{error}.{settings}",
-                path=self.folder.path,
-            ) from error
-        self.step, self.is_resumed = said.step, True
-        if self.step > self.corpus.num_steps:
-            raise ValueError(
-                f"{self.output} has a checkpoint of step {self.step}, and only "
-                f"{self.corpus.num_steps} steps are asked for: --max-steps {self.step} writes the "
-                "model as it is, more go on"
-            )
-        if changed:
-            self.display.message("other settings than before: " + ", ".join(changed))
-        self.display.message(f"resumed after step {self.step}")
-
-    def _best_so_far(self) -> float | None:
-        """Return the loss of the checkpoint that is kept as the best one, which may be the newest:
-        a run is killed also between the two.
-        """
-        best = CheckpointFolder(self.folder.path / BEST)
-        with contextlib.suppress(StoreError):  # harmed: the next one takes its place
-            for _, manifest in best.newest(lambda *_: None):
-                return read_values(manifest.values.get("run", {}), best.path).best
-        return None

@@ -18,7 +18,7 @@ from tokenizers_made_here import chat, write_jsonl
 from train_files import Files
 
 from outcore.checkpoint.folder import CheckpointFolder
-from outcore.train import run as run_module
+from outcore.train import loop as loop_module
 from outcore.train.display import Display
 from outcore.train.metrics import read_metrics
 from outcore.train.objective import NextToken
@@ -57,7 +57,7 @@ def test_what_cannot_be_evaluated_is_refused_before_a_step_is_taken(
     lora: bool,
     told: str,
 ) -> None:
-    monkeypatch.setattr(run_module._Run, "_take_step", lambda self: pytest.fail("a step was taken"))
+    monkeypatch.setattr(loop_module.Run, "_take_step", lambda self: pytest.fail("a step was taken"))
     data, eval_data = (
         files.data if made is None else write_jsonl(files.folder / f"{name}.jsonl", made)
         for name, made in (("data", rows), ("eval", eval_rows))
@@ -75,7 +75,7 @@ def test_an_evaluation_that_fails_costs_nothing_that_was_trained(
 
     settings = files.settings(held_out=0.2)
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "evaluate", fail)
+        patch.setattr(loop_module, "evaluate", fail)
         with pytest.raises(MemoryError):
             train(settings, quiet())
     assert load_file(Path(settings.output) / "model.safetensors")
@@ -88,7 +88,7 @@ def test_an_evaluation_that_fails_costs_nothing_that_was_trained(
 def test_a_held_out_loss_that_is_no_number_is_never_the_best(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate = run_module.evaluate
+    evaluate = loop_module.evaluate
     found: list[float] = []
 
     def sometimes(*args: Any, **options: Any) -> Any:
@@ -97,7 +97,7 @@ def test_a_held_out_loss_that_is_no_number_is_never_the_best(
         found.append(math.nan if not found else real.loss)
         return replace(real, loss=found[-1])
 
-    monkeypatch.setattr(run_module, "evaluate", sometimes)
+    monkeypatch.setattr(loop_module, "evaluate", sometimes)
     settings = files.settings(max_steps=3, held_out=0.2, eval_every=1)
     train(settings, quiet())
     assert len(found) == 3
@@ -143,13 +143,13 @@ def test_a_finished_run_is_evaluated_once_however_often_it_is_resumed(files: Fil
 def test_the_step_after_an_evaluation_is_not_longer_for_it(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate = run_module.evaluate
+    evaluate = loop_module.evaluate
 
     def slowly(*args: Any, **options: Any) -> Any:
         time.sleep(1.5)
         return evaluate(*args, **options)
 
-    monkeypatch.setattr(run_module, "evaluate", slowly)
+    monkeypatch.setattr(loop_module, "evaluate", slowly)
     settings = files.settings(max_steps=3, held_out=0.2, eval_every=2)
     train(settings, quiet())
     (third,) = [line for line in read_metrics(Path(settings.output)) if line["step"] == 3][:1]
@@ -160,7 +160,7 @@ def test_the_best_of_a_killed_run_is_known_to_the_one_that_goes_on(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Evaluated after every step and killed in the sixth, it has a checkpoint of the fourth."""
-    evaluate, take = run_module.evaluate, run_module._Run._take_step
+    evaluate, take = loop_module.evaluate, loop_module.Run._take_step
     losses = iter([5.0, 4.0, 3.0, 2.0, 1.0, 1.5, 0.9])  # of steps 1 to 5, then of 5 and 6
 
     def given(*args: Any, **options: Any) -> Any:
@@ -173,10 +173,10 @@ def test_the_best_of_a_killed_run_is_known_to_the_one_that_goes_on(
             raise KeyboardInterrupt
         return take(self)
 
-    monkeypatch.setattr(run_module, "evaluate", given)
+    monkeypatch.setattr(loop_module, "evaluate", given)
     settings = files.settings(max_steps=6, held_out=0.2, eval_every=1, save_every=4)
     with monkeypatch.context() as patch:
-        patch.setattr(run_module._Run, "_take_step", killed)
+        patch.setattr(loop_module.Run, "_take_step", killed)
         with pytest.raises(KeyboardInterrupt):
             train(settings, quiet())
     best = Path(settings.output) / "checkpoints" / "best"
@@ -188,7 +188,7 @@ def test_the_best_of_a_killed_run_is_known_to_the_one_that_goes_on(
         seen.append(of_step_5.is_dir() and best_steps(settings.output) == [5])
         return take(self)
 
-    monkeypatch.setattr(run_module._Run, "_take_step", watched)
+    monkeypatch.setattr(loop_module.Run, "_take_step", watched)
     train(replace(settings, resume=True), quiet())
     assert seen == [True, True]  # 1.5 is not better than 1.0
     assert best_steps(settings.output) == [6]
@@ -203,7 +203,7 @@ def test_the_best_checkpoint_becomes_a_model(files: Files, monkeypatch: pytest.M
     alone = replace(settings, output=str(files.folder / "best"), max_steps=best["step"])
     copied = Path(alone.output) / "checkpoints"
     shutil.copytree(Path(settings.output) / "checkpoints" / "best", copied)
-    monkeypatch.setattr(run_module._Run, "_take_step", lambda self: pytest.fail("a step was taken"))
+    monkeypatch.setattr(loop_module.Run, "_take_step", lambda self: pytest.fail("a step was taken"))
     assert train(replace(alone, resume=True), quiet()).eval_loss == best["loss"]
     assert load_file(Path(alone.output) / "model.safetensors")
 

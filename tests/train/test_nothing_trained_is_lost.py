@@ -19,8 +19,8 @@ from train_files import Files
 
 from outcore.checkpoint.folder import CheckpointFolder
 from outcore.errors import NonFiniteGradient, StoreError
+from outcore.train import loop as loop_module
 from outcore.train import metrics as metrics_module
-from outcore.train import run as run_module
 from outcore.train.display import Display
 from outcore.train.metrics import FILE_NAME as METRICS
 from outcore.train.metrics import Metrics, read_metrics
@@ -183,7 +183,7 @@ def test_figures_without_room_do_not_end_the_run(
             super().__init__(*args, **more)
             self._file: Any = FullFile(self._file)
 
-    monkeypatch.setattr(run_module, "Metrics", Filling)
+    monkeypatch.setattr(loop_module, "Metrics", Filling)
     settings = files.settings()
     assert told_by(settings).count("No space left on device; lines are missing") == 1
     assert [line["step"] for line in read_metrics(Path(settings.output))] == [1, 2, 5, 6]
@@ -218,7 +218,7 @@ def test_a_checkpoint_of_another_program_is_refused(
 ) -> None:
     settings = files.settings(max_steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr(run_module._Run, "_values", lambda self: values)
+        patch.setattr(loop_module.Run, "_values", lambda self: values)
         train(settings, quiet())
     with pytest.raises(StoreError, match="not of `outcore train`"):
         train(replace(settings, resume=True), quiet())

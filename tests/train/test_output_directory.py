@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from outcore.checkpoint import calls
 from outcore.errors import StoreError
+from outcore.train import loop as loop_module
 from outcore.train import run as run_module
 from outcore.train.display import Display
 from outcore.train.output_directory import writing
@@ -46,7 +47,7 @@ def test_a_disk_that_is_full_when_the_model_is_written(
 def test_a_disk_that_is_full_when_the_report_is_written(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "write_report", full)
+    monkeypatch.setattr(loop_module, "write_report", full)
     with pytest.raises(StoreError, match=r"report\.html cannot be written: No space left"):
         train(files.settings(max_steps=2), quiet())
 
@@ -54,13 +55,13 @@ def test_a_disk_that_is_full_when_the_report_is_written(
 def test_a_checkpoint_without_room_does_not_cost_the_model(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = run_module._Run._take_step
+    take = loop_module.Run._take_step
 
     def take_step(self: Any) -> Any:
         monkeypatch.setattr(calls, "free_bytes", lambda path: 1 << 20)
         return take(self)
 
-    monkeypatch.setattr(run_module._Run, "_take_step", take_step)
+    monkeypatch.setattr(loop_module.Run, "_take_step", take_step)
     settings = files.settings(max_steps=2)
     with pytest.raises(StoreError, match="a checkpoint takes"):
         train(settings, quiet())
@@ -89,7 +90,7 @@ def test_a_directory_that_cannot_be_written_is_refused_first(
 def test_the_best_checkpoint_of_a_killed_run_is_not_mixed_with_anothers(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = run_module._Run._take_step
+    take = loop_module.Run._take_step
 
     def killed(self: Any) -> Any:
         if self.step == 3:
@@ -98,7 +99,7 @@ def test_the_best_checkpoint_of_a_killed_run_is_not_mixed_with_anothers(
 
     settings = files.settings(held_out=0.2, eval_every=2)
     with monkeypatch.context() as patch:
-        patch.setattr(run_module._Run, "_take_step", killed)
+        patch.setattr(loop_module.Run, "_take_step", killed)
         with pytest.raises(KeyboardInterrupt):
             train(settings, quiet())
     with pytest.raises(ValueError, match="has the best checkpoint of step 2: --resume"):

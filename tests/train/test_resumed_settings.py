@@ -12,7 +12,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from train_files import Files
 
-from outcore.train import run as run_module
+from outcore.train import loop as loop_module
 from outcore.train.display import Display
 from outcore.train.run import train
 
@@ -25,7 +25,7 @@ def test_other_values_of_the_optimizer_are_honoured(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(files.settings(max_steps=2), quiet())
-    take = run_module._Run._take_step
+    take = loop_module.Run._take_step
     used: list[Any] = []
 
     def take_step(self: Any) -> Any:
@@ -35,7 +35,7 @@ def test_other_values_of_the_optimizer_are_honoured(
         )
         return taken
 
-    monkeypatch.setattr(run_module._Run, "_take_step", take_step)
+    monkeypatch.setattr(loop_module.Run, "_take_step", take_step)
     settings = files.settings(
         max_steps=3, resume=True, weight_decay=0.3, beta1=0.8, beta2=0.9, eps=1e-6
     )

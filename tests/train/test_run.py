@@ -26,7 +26,7 @@ from outcore.checkpoint.contents import checkpoint_bytes
 from outcore.data.batches import Batch
 from outcore.errors import BadRow, DoesNotFit, StoreError
 from outcore.planning.plan import Job, Plan
-from outcore.train import run as run_module
+from outcore.train import loop as loop_module
 from outcore.train.display import Display, LiveDisplay
 from outcore.train.figures import TrainResult
 from outcore.train.metrics import read_metrics
@@ -57,7 +57,7 @@ def stopped_after(
     monkeypatch: pytest.MonkeyPatch, settings: TrainSettings, step: int
 ) -> TrainResult:
     """Run with a stop that arrives while ``step`` is taken."""
-    take = run_module._Run._take_step
+    take = loop_module.Run._take_step
 
     def take_step(self: Any) -> Any:
         taken = take(self)
@@ -66,7 +66,7 @@ def stopped_after(
         return taken
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module._Run, "_take_step", take_step)
+        patch.setattr(loop_module.Run, "_take_step", take_step)
         return train(settings, quiet())
 
 
@@ -173,7 +173,7 @@ def test_room_for_the_model_is_asked_for_up_front(
     files: Files, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], named: str
 ) -> None:
     monkeypatch.setattr(calls, "free_bytes", lambda path: 1 << 20)
-    monkeypatch.setattr(run_module._Run, "_take_step", lambda self: pytest.fail("a step was taken"))
+    monkeypatch.setattr(loop_module.Run, "_take_step", lambda self: pytest.fail("a step was taken"))
     with pytest.raises(StoreError, match=named):
         train(files.settings(**options), quiet())
 
@@ -297,14 +297,14 @@ def test_other_batches_are_refused_with_the_setting_that_makes_them(files: Files
 def test_deterministic_algorithms_are_used_for_the_run_alone(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = run_module._Run._take_step
+    take = loop_module.Run._take_step
     used: list[bool] = []
 
     def take_step(self: Any) -> Any:
         used.append(torch.are_deterministic_algorithms_enabled())
         return take(self)
 
-    monkeypatch.setattr(run_module._Run, "_take_step", take_step)
+    monkeypatch.setattr(loop_module.Run, "_take_step", take_step)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     settings = files.settings("deterministic", max_steps=2, deterministic=True)
     train(settings, quiet())
