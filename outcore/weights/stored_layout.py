@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from outcore.weights.checkpoint_files import CheckpointFiles
 
 Shape = Sequence[int]
@@ -50,7 +52,7 @@ def _renamed_layout(model: Any, shapes: Mapping[str, Shape]) -> Layout | None:
     found = rules.group(shapes)
     layout: Layout = {}
     for target, groups in found.items():
-        pieces = rules.pieces(groups, shapes, rules.wanted[target])
+        pieces = rules.pieces(groups, shapes, rules.wanted[target].shape)
         if pieces is None:
             return None
         layout[target] = pieces
@@ -73,8 +75,7 @@ def _rules_for(model: Any) -> _Rules | None:
     except (ImportError, AttributeError, TypeError):
         return None
     return _Rules(
-        wanted={name: tensor.shape for name, tensor in model.state_dict().items()},
-        tensors=model.state_dict(),
+        wanted=model.state_dict(),
         prefix=model.base_model_prefix,
         renamings=[one for one in transforms if isinstance(one, WeightRenaming)],
         converters=[one for one in transforms if isinstance(one, WeightConverter)],
@@ -90,8 +91,7 @@ Groups = Mapping[str | None, list[str]]
 class _Rules:
     """How stored names become those of a model, and what becomes of several with one name."""
 
-    wanted: dict[str, Shape]
-    tensors: dict[str, Any]
+    wanted: dict[str, Tensor]  # by the model's names, without values
     prefix: str
     renamings: list[Any]
     converters: list[Any]
@@ -102,7 +102,7 @@ class _Rules:
         found: dict[str, dict[str | None, list[str]]] = defaultdict(lambda: defaultdict(list))
         for name in sorted(names, key=_by_number):
             target, pattern = self.rename(
-                name, self.renamings, self.converters, self.prefix, self.tensors
+                name, self.renamings, self.converters, self.prefix, self.wanted
             )
             if target not in self.wanted and name in self.wanted:
                 target, pattern = name, None
@@ -125,9 +125,9 @@ class _Rules:
             return None
         in_order = [groups[pattern] for pattern in converter.source_patterns if pattern in groups]
         steps = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
-        if steps in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
-            if len(in_order) != len(steps) and len(steps) == 1:
-                return None
+        if steps == [("MergeModulelist", 0), ("Concatenate", 1)] or (
+            steps == [("MergeModulelist", 0)] and len(in_order) == 1
+        ):
             return _stacked(in_order, shapes, whole)
         if steps == [("Concatenate", 0)]:
             return _joined([name for names in in_order for name in names], shapes, whole)
