@@ -24,6 +24,7 @@ from outcore.planning.plan import Budgets, Job, StateFormat, Tier
 Needs = Callable[[Job], NDArray[np.int64]]
 """Says what each choice takes in each tier, for a changed job: one row a choice, by TIERS."""
 
+_ANY_DISK_BYTES = 1 << 60  # more than there is
 _FORMATS: tuple[StateFormat, ...] = ("compact", "minimal")
 
 
@@ -48,6 +49,8 @@ class Changes:
         here.sort(key=self._rank)
         if not here:
             here = [job for job in [self._together()] if job is not None]
+        if not here:
+            beyond = [*self._larger_disk(), *beyond]
         return [*here, *beyond] or self._all_larger()
 
     def _rank(self, changed: Job) -> int:
@@ -107,6 +110,19 @@ class Changes:
             return None
         larger = replace(job, budgets=self._budgets(job, {tier: int(alone.min())}))
         return larger if self._fits(larger) else None
+
+    def _larger_disk(self) -> list[Job]:
+        """Return the job with a disk that the machine lacks, if that is all it lacks.
+
+        In two passes if need be: gradients that wait for clipping stay on the host.
+        """
+        disk = replace(self._job.budgets, disk_bytes=_ANY_DISK_BYTES)
+        asked = replace(self._job, budgets=disk)
+        two_pass = replace(asked, clipping="two-pass") if asked.gradients_wait else asked
+        for job in (asked, two_pass):
+            if (larger := self._larger_budget("disk", job)) is not None:
+                return [larger]
+        return []
 
     # --- several at once ------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ ROWS = [
 ]
 TOO_FAST = {
     "72b-minimal": "measured before a chunk's records moved in one call (docs/log.md)",
-    "3b-disk-clip": "the disk moved 2.07 GB/s each way before it and 1.54 after, the probe has 1.77",
+    "3b-disk-clip": "the disk had 2.07 GB/s each way before it and 1.54 after, the probe 1.77",
     "outcore, clipping": "one of five steps took 1.73 s, the others 1.29 (docs/log.md)",
 }
 

@@ -69,6 +69,20 @@ def test_a_larger_budget_with_the_disk_where_the_machine_has_both() -> None:
     assert " --disk PATH:" in found.changes[0].options
 
 
+def test_a_larger_disk_where_the_machine_has_too_little_of_everything() -> None:
+    machine, spec = replace(CARD, disk_bytes=64 * GIB), model_spec("llama-3.1-70b")
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(spec, machine, Job(tokens=32_768, seq_len=2048, budgets=NO_DISK))
+    first = caught.value.changes[0]
+    assert first.options.startswith("--clip-in-two-passes with ")
+    assert first.options.endswith(" of disk (the machine has 64.0 GiB)")
+    assert fits(spec, machine, first.job)
+    disk_bytes = first.job.budgets.disk_bytes
+    assert disk_bytes is not None
+    less = replace(first.job.budgets, disk_bytes=disk_bytes * 9 // 10)
+    assert not fits(spec, machine, replace(first.job, budgets=less))
+
+
 @pytest.mark.parametrize(
     "budgets", [NO_DISK, replace(NO_DISK, device_bytes=8 * GIB, host_bytes=32 * GIB), Budgets()]
 )
