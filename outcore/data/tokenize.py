@@ -18,7 +18,7 @@ from outcore.data.raw_rows import RawBatch, RowFault
 from outcore.data.row_format import ALL_FIELDS, RowFormat, find_row_format
 from outcore.data.sources import Paths, Source, find_sources, fingerprint
 from outcore.data.token_cache import TokenCache, open_cache
-from outcore.data.workers import Work, encode_in_order
+from outcore.data.workers import Work, encode_here, encode_in_processes
 from outcore.errors import BadRow, StoreError
 
 _REPORTED_BAD_ROWS = 20
@@ -46,7 +46,8 @@ def tokenize(
 ) -> TokenCache:
     """Return the tokens of the rows at ``paths``, from the cache where they are in it.
 
-    num_workers: processes; None for as many as there are cores, and as the data is worth.
+    num_workers: processes; None for as many as there are cores, and as the data is worth; where it
+    is worth none, threads.
     The same bytes come out for any number of them.
     """
     if num_workers is not None and num_workers < 1:
@@ -98,8 +99,12 @@ def _build(
         batches = (batch for source in sources for batch in source.read(ALL_FIELDS))
         work = _Work(batches, options.row_format)
         total_bytes = sum(source.size_bytes() for source in sources)
-        num_workers = num_workers or _worthwhile_workers(total_bytes)
-        encoded = encode_in_order(work, tokenizer, options.loss_on, num_workers)
+        num_processes = num_workers or _worthwhile_workers(total_bytes)
+        if num_processes > 1:
+            encoded = encode_in_processes(work, tokenizer, options.loss_on, num_processes)
+        else:
+            num_threads = num_workers or min(_MOST_WORKERS, os.cpu_count() or 1)
+            encoded = encode_here(work, tokenizer, options.loss_on, num_threads)
         report = _write(writer, encoded, options, total_bytes, progress)
         if not writer.num_documents or work.row_format is None:
             where = ", ".join(str(source.path) for source in sources)

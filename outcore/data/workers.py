@@ -1,4 +1,7 @@
-"""Encoding by several processes, with results in the order of the rows whoever made them.
+"""Encoding by several threads or processes, with results in the order of the rows.
+
+Threads start at once, and a fast tokenizer lets go of the interpreter while it works; all else that
+is done to a row waits for it. Processes take seconds to start, and wait for nothing.
 
 Not by multiprocessing: a forked process inherits locks that threads of torch or of tokenizers held,
 and a spawned one runs the caller's script again. These are programs of their own that read work
@@ -16,9 +19,10 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from itertools import chain, islice
+from typing import Any, Protocol
 
 from outcore.data.chat_tokens import LossOn
 from outcore.data.encode import EncodedBatch, Encoder
@@ -29,15 +33,25 @@ from outcore.errors import LaneError
 Work = tuple[RawBatch, RowFormat | None]
 
 
-def encode_in_order(
+def encode_here(
+    work: Iterable[Work], tokenizer: Any, loss_on: LossOn, num_threads: int
+) -> Generator[EncodedBatch, None, None]:
+    """Encode each batch in this process."""
+    encoder, work = Encoder(tokenizer, loss_on), iter(work)
+    # The first one alone: it switches off what an earlier call has left switched on in the
+    # tokenizer, which cannot be done while another thread uses it.
+    alone = islice(work, 1) if num_threads > 1 else work
+    for batch, row_format in alone:
+        yield encoder.encode(batch, row_format)
+    if (second := next(work, None)) is not None:
+        with ThreadPoolExecutor(num_threads, "outcore-tokenize") as pool:
+            yield from _in_order(pool, [encoder] * num_threads, chain([second], work))
+
+
+def encode_in_processes(
     work: Iterable[Work], tokenizer: Any, loss_on: LossOn, num_workers: int
 ) -> Generator[EncodedBatch, None, None]:
-    """Encode each batch; one worker is this process itself."""
-    if num_workers == 1:
-        encoder = Encoder(tokenizer, loss_on)
-        for batch, row_format in work:
-            yield encoder.encode(batch, row_format)
-        return
+    """Encode each batch in one of ``num_workers`` new processes."""
     first_words = pickle.dumps((tokenizer, loss_on))
     workers: list[_Worker] = []
     # A thread for each process: it waits while the process works.
@@ -51,10 +65,14 @@ def encode_in_order(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+class _Encodes(Protocol):
+    def encode(self, batch: RawBatch, row_format: RowFormat | None) -> EncodedBatch: ...
+
+
 def _in_order(
-    pool: ThreadPoolExecutor, workers: list[_Worker], work: Iterable[Work]
+    pool: ThreadPoolExecutor, workers: Sequence[_Encodes], work: Iterable[Work]
 ) -> Generator[EncodedBatch, None, None]:
-    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    idle: queue.SimpleQueue[_Encodes] = queue.SimpleQueue()
     for worker in workers:
         idle.put(worker)
 

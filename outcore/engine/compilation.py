@@ -30,6 +30,18 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False, options=options)
 
 
+def start_compiler() -> None:
+    """Start the processes that compile kernels: they take seconds, in which weights are read.
+
+    torch starts them at the first compilation, and compiles one kernel after the other until they
+    are there.
+    """
+    from torch._inductor import async_compile
+
+    if hasattr(async_compile, "maybe_warm_pool"):
+        async_compile.maybe_warm_pool()
+
+
 def _has_deterministic_option() -> bool:
     """torch 2.9 has not, and asks the clock."""
     import torch._inductor.config

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from outcore.engine.compilation import start_compiler
 from outcore.engine.disk_tier import DiskTier
 from outcore.engine.given_plan import check_plan_is_for, given_plan
 from outcore.engine.homes import is_left_open, usual_homes, without_plan
@@ -196,6 +197,8 @@ def offload_from(
         check_plan_is_for(plan, model)
     units = build_units(model, options)
     host_ledger, device_ledger = _open_books(options)
+    if options.is_compiled:
+        start_compiler()
     copy_in = Lane("copy-in", options.device, hardware="to device")
     disk: DiskTier | None = None
     try:

@@ -24,7 +24,9 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def make_cache(tmp_path: Path, tokenizer: Any) -> Make:
-    def make(path: Path, *, using: Any = None, num_workers: int = 1, **options: Any) -> TokenCache:
+    def make(
+        path: Path, *, using: Any = None, num_workers: int | None = 1, **options: Any
+    ) -> TokenCache:
         return tokenize(
             path,
             using or tokenizer,

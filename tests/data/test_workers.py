@@ -33,7 +33,7 @@ def test_any_number_of_workers_gives_the_same_bytes(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     options = EncodeOptions(on_bad_row="skip")
     reports = []
-    for num_workers in (1, 3):
+    for num_workers in (1, None, 3):  # of so few rows, None is threads
         cache = tokenize(
             path,
             tokenizer,
@@ -42,11 +42,35 @@ def test_any_number_of_workers_gives_the_same_bytes(tmp_path: Path) -> None:
             options=options,
         )
         reports.append((cache.report, cache.checksum))
-    assert reports[0] == reports[1]
+    assert reports[0] == reports[1] == reports[2]
     files = cache_files(tmp_path / "1")
     assert len(files) == 3
     assert all(files.values())
-    assert files == cache_files(tmp_path / "3")
+    assert files == cache_files(tmp_path / "None") == cache_files(tmp_path / "3")
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_the_first_bad_row_is_told_whichever_thread_meets_one(
+    tmp_path: Path, make_cache: Any
+) -> None:
+    bad = write_jsonl(tmp_path / "a.jsonl", [*ROWS[:50], {"text": 1}, {"text": 2}, *ROWS])
+    with pytest.raises(BadRow, match="text must be text") as caught:
+        make_cache(bad, num_workers=None)
+    assert caught.value.line == 51
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_threads_share_a_tokenizer_that_an_earlier_call_made_cut(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(CHATML)
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"row {n} of these"} for n in range(400)])
+    caches = []
+    for num_workers in (1, None):
+        tokenizer("a b c d", truncation=True, max_length=2)  # and the next call switches it off
+        cache = tokenize(
+            path, tokenizer, cache_dir=tmp_path / str(num_workers), num_workers=num_workers
+        )
+        caches.append(cache.checksum)
+    assert caches[0] == caches[1]
 
 
 @pytest.mark.usefixtures("small_batches")

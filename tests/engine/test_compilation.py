@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import lora
 import pytest
 import torch
+import torch._inductor.async_compile as async_compile
 import torch._inductor.config as inductor_config
 
+import outcore
+import outcore.engine.offload as offload_module
 from outcore.engine.compilation import compiled
 
 
@@ -37,3 +41,22 @@ def test_a_torch_that_does_not_know_the_option(
     monkeypatch.setattr("outcore.engine.compilation._has_deterministic_option", lambda: False)
     compiled(torch.relu)
     assert "deterministic" not in given
+
+
+def test_processes_that_compile_start_before_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[str] = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: happened.append("started"))
+    place = offload_module.place_units
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        happened.append("placed")
+        return place(*arguments, **options)
+
+    monkeypatch.setattr(offload_module, "place_units", watched)
+    for is_compiled, expected in ((True, ["started", "placed"]), (False, ["placed"])):
+        happened.clear()
+        model = outcore.offload(lora.plain_model(), device="cpu", compile=is_compiled)
+        outcore.release(model)
+        assert happened == expected
