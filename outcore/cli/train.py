@@ -307,6 +307,7 @@ def _describe(result: TrainResult) -> dict[str, Any]:
         "eval_loss": _finite(result.eval_loss),
         "seconds": result.seconds,
         "tiers": [asdict(tier) for tier in result.tiers],
+        "device_peak_bytes": result.device_peak_bytes,
     }
 
 
@@ -354,7 +355,7 @@ def _demo(console: Console, json_file: str | None, given: dict[str, Any]) -> Non
         for (problem, right), answer in list(zip(job.held_out, answers, strict=True))[:5]:
             mark = "[green]right[/]" if answer == right else "[red]wrong[/]"
             console.print(f"  {demo.readable(problem, answer)}  {mark}")
-    peak = next(tier.peak_bytes for tier in result.tiers if tier.tier == "device")
+    peak = result.device_peak_bytes
     passed = after >= demo.NEEDED_ACCURACY
     console.print(
         f"[bold {'green' if passed else 'red'}]Held-out problems solved: {before:.1%} before, "

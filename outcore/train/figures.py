@@ -38,7 +38,14 @@ class TrainResult:
     eval_loss: float | None
     seconds: float
     tiers: tuple[TierReport, ...]
+    unmeasured_bytes: int  # of the device, as planned: temporaries, which only a GPU counts
     measurement: Measurement | None
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """The most that the device held at a time, temporaries included."""
+        held = next(tier.peak_bytes for tier in self.tiers if tier.tier == "device")
+        return held + self.unmeasured_bytes
 
     @property
     def is_complete(self) -> bool:

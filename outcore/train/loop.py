@@ -22,7 +22,7 @@ from outcore.checkpoint.folder import CheckpointFolder
 from outcore.engine.offload import engine_of
 from outcore.engine.run_record import RunRecord
 from outcore.errors import NonFiniteGradient, StoreError
-from outcore.planning.plan import Plan
+from outcore.planning.plan import WORKING_MEMORY, Plan
 from outcore.planning.side_by_side import Measurement
 from outcore.train import subject
 from outcore.train.before_step import BeforeStep
@@ -143,11 +143,18 @@ class Run:
                 eval_loss=evaluated.loss if evaluated else None,
                 seconds=time.perf_counter() - start_s,
                 tiers=tuple(engine_of(self.model).report()),
+                unmeasured_bytes=self._unmeasured_bytes,
                 measurement=self.measurement,
             )
             with writing(self.output / REPORT, "Make room there; --resume writes it again."):
                 write_report(self.output, self.settings, self.plan, result)
         return result
+
+    @property
+    def _unmeasured_bytes(self) -> int:
+        if engine_of(self.model).device.type == "cuda":
+            return 0
+        return self.plan.peak_bytes["device"].get(WORKING_MEMORY, 0)
 
     def _metrics(self) -> Metrics:
         with writing(self.output / METRICS, "Make room there."):

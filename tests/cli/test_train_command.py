@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -184,6 +185,14 @@ def test_a_short_demonstration_learns_something_but_not_enough() -> None:
     assert result.exit_code == 1, "so few steps cannot be enough"
     assert "Held-out problems solved before: 0.0%" in result.stdout
     assert "90% were expected" in result.stdout
+    planned = re.search(r"peak +([\d.]+) MiB +\d+% of 11.5 MiB", result.stdout)
+    told = re.search(
+        r"device peak ([\d.]+) MiB, (\d+)% of the training bytes", " ".join(result.stdout.split())
+    )
+    assert planned is not None
+    assert told is not None
+    assert float(told[1]) == pytest.approx(float(planned[1]), rel=0.05), "temporaries included"
+    assert int(told[2]) < 50
 
 
 def test_the_demonstration_asks_for_what_it_did_not_teach(job: Demo) -> None:
