@@ -94,7 +94,7 @@ def compare(folder: Path, arguments: Any) -> dict[str, Any]:
     figures["outcore"] = {
         "seconds": time.perf_counter() - start,
         "loss": result.loss,
-        "device_peak_bytes": result.tiers[0].peak_bytes,
+        "device_peak_bytes": result.device_peak_bytes,
         "exact_match": exact_match(folder / "outcore", held_out, arguments.device),
     }
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What an optimizer works with: the state's homes, the gradients' ways, and the updaters.
+"""What an optimizer works with: the state's homes, the gradients' ways, and who waits for whom.
 
 ``offload`` makes one backend for each model; ``AdamW`` starts it, because only then is it known
 which parameters are trained and whether gradients have to wait for clipping.
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from outcore.errors import OutcoreError
-from outcore.optim.device_state import DeviceRoom, DeviceState
-from outcore.optim.disk_updater import DiskUpdater, num_staging_buffers
+from outcore.optim.device_state import DeviceRoom
+from outcore.optim.disk_updater import num_staging_buffers
 from outcore.optim.gradient_sinks import PassingSink, WaitingSink
 from outcore.optim.gradients import Gradients
-from outcore.optim.host_updater import HostUpdater
 from outcore.optim.state import (
     UnitState,
     build_on_device,
@@ -29,13 +28,8 @@ from outcore.optim.state import (
 )
 from outcore.optim.state_format import StateFormat
 from outcore.optim.state_readers import StateReaders
-from outcore.optim.updates import (
-    MAX_PIECE_ELEMENTS,
-    Chunk,
-    ChunkUpdate,
-    UpdateQueue,
-    chunks_of,
-)
+from outcore.optim.updaters import Updaters
+from outcore.optim.updates import MAX_PIECE_ELEMENTS, Chunk, ChunkUpdate, chunks_of
 from outcore.store.ledger import Ledger
 from outcore.stream.disk_tensors import DiskShape, DiskTensors
 from outcore.stream.lanes import Fence, Lane
@@ -100,12 +94,9 @@ class OptimizerBackend:
         self._pin = device.type == "cuda"
         self._waiting: WaitingSink | None = None
         self._passing: PassingSink | None = None
-        self._queue: UpdateQueue | None = None
+        self._updaters: Updaters | None = None
         self._lanes: list[Lane] = []
-        self._host: HostUpdater | None = None
-        self._device_state: DeviceState | None = None
         self._disk: DiskTensors | None = None
-        self._disk_updater: DiskUpdater | None = None
         self._checks: Lane | None = None
         self._readers = StateReaders()
         self._has_loaded_masters = False  # their lower bits, and no update was queued since
@@ -217,25 +208,17 @@ class OptimizerBackend:
             ledger=self._device_ledger,
         )
         if any(unit.is_on_disk for unit in self.units):
-            self._disk_updater = DiskUpdater(refresh=refresh)
             self._checks = Lane("disk-checks", hardware="disk read")
             self._lanes.append(self._checks)
-        on_queue = [
-            (chunk, self.states[chunk.unit.index])
-            for chunk in self.chunks
-            if chunk.unit.state_home == "host" and not chunk.unit.is_on_disk
-        ]
-        if on_queue:
-            self._queue = UpdateQueue()
-            self._host = HostUpdater(self._queue, refresh=refresh)
-            self._device_state = DeviceState(
-                self._queue,
-                on_queue,
-                num_visits=self._placement.num_visits,
-                device=self._device,
-                gradient_dtype=wire_dtype,
-                room=self._room,
-            )
+        self._updaters = Updaters(
+            self.chunks,
+            self.states,
+            device=self._device,
+            gradient_dtype=wire_dtype,
+            num_visits=self._placement.num_visits,
+            room=self._room,
+            refresh=refresh,
+        )
 
     def has_gradient(self, chunk: Chunk) -> bool:
         assert self._waiting is not None
@@ -281,7 +264,8 @@ class OptimizerBackend:
                     [*(f for f in unit.pending if not f.is_done), update.weight_ready]
                 )
                 self._readers.hold_up(update)
-            self._hand_over(left)
+            assert self._updaters is not None
+            self._updaters.hand_over(left)
         except BaseException as error:  # nobody has the rest: whoever waits for it must not hang
             for update in left:
                 update.fail(error)
@@ -292,29 +276,10 @@ class OptimizerBackend:
         if self._waiting is not None:
             self._prefetch()
 
-    def _hand_over(self, left: list[ChunkUpdate]) -> None:
-        """Give each update to its updater; those that have none yet stay in ``left``."""
-        on_host = []
-        for update in list(left):
-            unit = update.chunk.unit
-            if unit.state_home == "device":
-                self._update_on_device(update)
-            elif unit.is_on_disk:
-                assert self._disk_updater is not None
-                self._disk_updater.push([update])
-            elif self._device_state is None or not self._device_state.update(update):
-                on_host.append(update)
-                continue
-            left.remove(update)
-        if on_host:
-            assert self._queue is not None
-            self._queue.push(on_host)
-            left.clear()
-
     def settle_once(self) -> None:
         """Bring state to the device as far as it has room, after a first whole step."""
-        if self._device_state is not None:
-            self._device_state.settle_once()
+        if self._updaters is not None:
+            self._updaters.settle_once()
 
     def begin_forward(self) -> None:
         """Say that all updates of this step have been queued, in passing mode."""
@@ -333,9 +298,9 @@ class OptimizerBackend:
         It gets the fences to wait for and returns those of its work; the unit's next update waits
         for these, a forward does not. The calling thread is the one that calls ``step()``.
         """
+        assert self._updaters is not None
         after = [*self._readers.last_updates(unit), self.compute_fence()]
-        if self._device_state is not None:
-            after += self._device_state.send_home(unit)
+        after += self._updaters.send_home(unit)
         if unit.is_on_disk:
             assert self._checks is not None
             check = partial(self.check_on_disk, unit)
@@ -359,12 +324,8 @@ class OptimizerBackend:
     def synchronize(self) -> None:
         """Wait for every update, and bring all state home."""
         self._readers.block()  # whoever calls this may write to the homes
-        if self._queue is not None:
-            self._queue.synchronize()
-        if self._disk_updater is not None:
-            self._disk_updater.synchronize()
-        if self._device_state is not None:
-            self._device_state.bring_home()
+        if self._updaters is not None:
+            self._updaters.synchronize()
         for unit in self.units:
             unit.block_until_updated()
         if self._disk is not None:
@@ -373,24 +334,17 @@ class OptimizerBackend:
     @property
     def num_updated(self) -> dict[str, int]:
         """Elements updated so far, by updater."""
-        on_device = {"visiting": 0, "lodged": 0}
-        if self._device_state is not None:
-            on_device = self._device_state.num_updated
-        return {
-            "host": self._host.num_updated if self._host is not None else 0,
-            **on_device,
-            "disk": self._disk_updater.num_updated if self._disk_updater is not None else 0,
-        }
+        return {} if self._updaters is None else self._updaters.num_updated
 
     @property
     def num_visits(self) -> int:
         """Chunks that have buffers on the device."""
-        return self._device_state.num_visits if self._device_state is not None else 0
+        return 0 if self._updaters is None else self._updaters.num_visits
 
     @property
     def host_busy_s(self) -> float:
         """Seconds that the host's cores have spent updating."""
-        return self._host.busy_s if self._host is not None else 0.0
+        return 0.0 if self._updaters is None else self._updaters.host_busy_s
 
     def weights_replaced(self, units: Sequence[Unit]) -> None:
         """Say that weights and remainders were written from outside: copies elsewhere are stale.
@@ -426,8 +380,8 @@ class OptimizerBackend:
         self._homes_written()
 
     def _homes_written(self) -> None:
-        if self._device_state is not None:
-            self._device_state.homes_written()
+        if self._updaters is not None:
+            self._updaters.homes_written()
 
     def check_alive(self) -> None:
         if self.gradients is None:
@@ -435,33 +389,13 @@ class OptimizerBackend:
 
     def close(self) -> None:
         """End every thread; updates that nobody took fail with a clear error."""
-        if self._queue is not None:
-            for update in self._queue.close():
-                update.fail(OutcoreError("the optimizer was closed before this update"))
-        if self._disk_updater is not None:
-            self._disk_updater.close()
+        if self._updaters is not None:
+            self._updaters.close()
         for lane in self._lanes:
             lane.close()
-        if self._host is not None:
-            self._host.join()
-        if self._device_state is not None:
-            self._device_state.close()
+        if self._updaters is not None:
+            self._updaters.join()
         self.gradients = None
 
     def _direct_gradient(self, chunk: Chunk) -> tuple[Tensor, list[Fence]] | None:
-        return None if self._device_state is None else self._device_state.gradient_buffer(chunk)
-
-    def _update_on_device(self, update: ChunkUpdate) -> None:
-        """Run an update whose state is on the device, in the order of the compute stream."""
-        for fence in update.after:
-            fence.before_compute()
-        home, *rest = update.home_tensors()
-        if home.device == self._device:
-            update.apply([home, *rest], update.gradient())
-        else:
-            visiting = home.to(self._device, non_blocking=True)
-            update.apply([visiting, *rest], update.gradient())
-            home.copy_(visiting, non_blocking=True)
-        for fence in (update.weight_ready, update.done):
-            fence.event = self.compute_fence().event
-            fence.mark_issued()
+        return None if self._updaters is None else self._updaters.gradient_buffer(chunk)

@@ -376,7 +376,7 @@ def test_closing_finishes_only_the_update_in_hand(
     engine.close()
     assert sum(update.chunk.unit.index in on_disk for update in begun) <= 2
     with pytest.raises(LaneError, match="closed"):
-        engine.backend._disk_updater.synchronize()  # type: ignore[union-attr]
+        engine.backend._updaters._disk.synchronize()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("weights", ["disk", ["disk", "host", "disk"]])

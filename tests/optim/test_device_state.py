@@ -39,7 +39,9 @@ def loss_of(model: Any, seed: int) -> Tensor:
 
 
 def lodgers_of(model: Any) -> Lodgers:
-    state = outcore.engine_of(model).backend._device_state
+    updaters = outcore.engine_of(model).backend._updaters
+    assert updaters is not None
+    state = updaters.device_state
     assert state is not None
     assert state.lodgers is not None
     return state.lodgers
@@ -202,7 +204,7 @@ def test_an_update_that_fails_in_step_leaves_nobody_waiting(
     def fail(update: Any) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(outcore.engine_of(model).backend, "_update_on_device", fail)
+    monkeypatch.setattr(outcore.engine_of(model).backend._updaters, "_update_on_device", fail)
     with pytest.raises(torch.OutOfMemoryError):
         optimizer.step()
     with pytest.raises(outcore.LaneError, match="no room"):

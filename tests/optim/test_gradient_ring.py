@@ -107,8 +107,10 @@ def test_a_backward_whose_updates_fail_ends(
     backend, error = outcore.engine_of(model).backend, RuntimeError("the updater has ended")
     if disk:
         monkeypatch.setattr("outcore.optim.disk_updater._stage", _raising(error))
-    assert backend._queue is not None
-    backend._queue.break_off(error)
+    updaters = backend._updaters
+    assert updaters is not None
+    assert updaters._queue is not None
+    updaters._queue.break_off(error)
     backward = threading.Thread(target=loss_of(model).backward, daemon=True)
     backward.start()
     backward.join(20)
