@@ -5,6 +5,7 @@
 The same two placements as in bandwidth_wall.py, everything on the host and everything on the
 device, both with full recomputation, each built once and run at every number of tokens. The
 predictions are for this machine as its probe has it. "Share" is streamed speed over resident speed.
+Behind the steps that are timed, two are recorded: how long each lane was busy.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from outcore.model_spec import ModelSpec, model_spec
 from outcore.planning.choices import Choice
 from outcore.planning.plan import Job, Plan
 from outcore.planning.search import plan_of
+from outcore.planning.side_by_side import busy_s
 from outcore.shapes import shape_config
 
 SEQ_LEN = 1024
@@ -82,12 +84,16 @@ def measure(
         ids = torch.randint(0, config.vocab_size, (tokens // SEQ_LEN, SEQ_LEN), device=device)
         run_steps(model, optimizer, ids, WARMUP_STEPS)
         steps_s = run_steps(model, optimizer, ids, STEPS)
+        with outcore.record(model) as record:
+            run_steps(model, optimizer, ids, 2)
         rows.append(
             {
                 "tokens": tokens,
                 "measured_s": statistics.fmean(steps_s),
                 "steps_s": steps_s,
                 "predicted_s": plan.prediction.step_s,
+                "busy_s": busy_s(record.measurement().spans),
+                "predicted_busy_s": plan.prediction.busy_s,
             }
         )
     outcore.engine_of(model).close()

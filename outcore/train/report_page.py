@@ -52,7 +52,12 @@ def report_page(output: Path, settings: TrainSettings, plan: Plan, result: Train
                 "Throughput",
                 line_chart(
                     "tokens a second over steps",
-                    [Series(name="tokens/s", points=_points(lines, "train", "tokens_per_s"))],
+                    [
+                        Series(
+                            name="tokens/s, without padding",
+                            points=_points(lines, "train", "tokens_per_s"),
+                        )
+                    ],
                 ),
             ),
             (
