@@ -21,7 +21,7 @@ from outcore.checkpoint.async_checkpoints import AsyncCheckpoints
 from outcore.checkpoint.folder import CheckpointFolder
 from outcore.engine.offload import engine_of
 from outcore.engine.run_record import RunRecord
-from outcore.errors import NonFiniteGradient, StoreError
+from outcore.errors import NonFiniteGradient, OutcoreError, StoreError
 from outcore.planning.plan import WORKING_MEMORY, Plan
 from outcore.planning.side_by_side import Measurement
 from outcore.train import subject
@@ -212,7 +212,7 @@ class Run:
                 told.step(losses.put(loss), partial(self._figures, waited_s))
                 if self._evaluates_here:
                     told.flush(losses)
-                    self._evaluate(metrics, stop)
+                    self._evaluate_on_the_way(metrics, stop)
                     told.flush(losses)
                 if settings.save_every and self.step % settings.save_every == 0:
                     assert self.checkpoints is not None
@@ -280,6 +280,16 @@ class Run:
         metrics.add("eval", self.step, **{k: v for k, v in figures.items() if v is not None})
         self.display.evaluated(self.step, found)
         return found
+
+    def _evaluate_on_the_way(self, metrics: Metrics, stop: StopRequest) -> None:
+        """Evaluate; what goes wrong in it ends the run, and costs nothing that was trained."""
+        try:
+            self._evaluate(metrics, stop)
+        except Exception:
+            if self.checkpoints is not None:
+                with contextlib.suppress(OutcoreError):  # the first error is the one to tell
+                    self._save_last()
+            raise
 
     def _keep_if_best(self, found: Evaluated) -> None:
         if not self.settings.keep or not self.settings.eval_every or not math.isfinite(found.loss):

@@ -106,6 +106,27 @@ def test_a_run_without_checkpoints_leaves_its_model_at_a_nan(
     assert all(tensor.isfinite().all() for tensor in weights(settings).values())
 
 
+def test_an_evaluation_that_fails_costs_no_step(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, evaluate = files.settings(held_out=0.2, eval_every=3), loop_module.evaluate
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("no room for the logits")
+
+    monkeypatch.setattr(loop_module, "evaluate", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(settings, quiet())
+    assert steps_in(settings) == [3]
+    monkeypatch.setattr(loop_module, "evaluate", evaluate)
+    told = told_by(replace(settings, resume=True))
+    assert "resumed after step 3" in told
+    assert "step 3: held-out loss" in told
+    whole = files.settings("whole", held_out=0.2, eval_every=3)
+    train(whole, quiet())
+    assert same(settings, whole)
+
+
 @pytest.fixture
 def refuse_commits(monkeypatch: pytest.MonkeyPatch) -> Callable[[set[int]], None]:
     """Let the disk be full for these of the checkpoints, counted from 1."""
