@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -100,6 +101,12 @@ def measured(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         steps = len(during) - before
         core_s.append(time.process_time() - cores - steps * each_core_s)
         writes.append(time.perf_counter() - start)
+        print(
+            f"{writes[-1]:.1f} s to write: {statistics.fmean(during[before:]):.3f} s a step, "
+            f"{statistics.fmean(plain):.3f} before",
+            file=sys.stderr,
+            flush=True,
+        )
     optimizer.synchronize()
     start = time.perf_counter()
     run_state.save(folder, model, optimizer, {})
