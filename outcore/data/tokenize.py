@@ -103,7 +103,7 @@ def _build(
         if num_processes > 1:
             encoded = encode_in_processes(work, tokenizer, options.loss_on, num_processes)
         else:
-            num_threads = num_workers or min(_MOST_WORKERS, os.cpu_count() or 1)
+            num_threads = num_workers or _worthwhile_threads(tokenizer)
             encoded = encode_here(work, tokenizer, options.loss_on, num_threads)
         report = _write(writer, encoded, options, total_bytes, progress)
         if not writer.num_documents or work.row_format is None:
@@ -129,6 +129,12 @@ def _build(
 
 def _worthwhile_workers(total_bytes: int) -> int:
     return max(1, min(_MOST_WORKERS, os.cpu_count() or 1, total_bytes // _BYTES_OF_A_WORKER))
+
+
+def _worthwhile_threads(tokenizer: Any) -> int:
+    """Only a fast tokenizer works without the interpreter, which threads would wait for."""
+    is_fast = getattr(tokenizer, "is_fast", False)
+    return min(_MOST_WORKERS, os.cpu_count() or 1) if is_fast else 1
 
 
 class _Work:
