@@ -52,13 +52,14 @@ def one_torch_thread_in_module() -> Iterator[None]:
     yield from _with_one_torch_thread()
 
 
-@pytest.fixture(scope="module")
-def imports_are_no_garbage() -> Iterator[None]:
-    """offload collects garbage; going through all that was imported would take most of its time."""
+@pytest.fixture(scope="module", autouse=True)
+def _imports_are_no_garbage() -> None:
+    """offload collects garbage; going through all that was imported would take most of its time.
+
+    What is alive here stays out of every later collection, of this module and of those after it.
+    """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _with_one_torch_thread() -> Iterator[None]:

@@ -23,8 +23,8 @@ from outcore.planning.plan import Budgets, Clipping, Job
 from outcore.planning.search import plan_of
 
 CONFIG = LlamaConfig(
-    hidden_size=256,
-    intermediate_size=704,
+    hidden_size=128,
+    intermediate_size=352,
     num_hidden_layers=6,
     num_attention_heads=4,
     num_key_value_heads=4,

@@ -14,5 +14,5 @@ def _tiny_models(one_torch_thread: None, closed_engines: None) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _in_modules(one_torch_thread_in_module: None, imports_are_no_garbage: None) -> None:
+def _in_modules(one_torch_thread_in_module: None) -> None:
     pass

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from delayed_runs import train_at_once
+from exactness_models import BOTH, MODELS, MORE_PLACEMENTS, gpt2, llama, t5
 
 import outcore
 from outcore.stream.lanes import injected_delays
@@ -22,78 +24,14 @@ from outcore.verify import (
     placements,
     verify,
 )
-from outcore.verify.exactness import RESIDENT, Placement, batches, param_groups, train
-
-VOCAB = 97
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-
-
-def _llama(**changes: Any) -> Any:
-    config = hf.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_dropout=0.1,
-        **TOKENS,
-        **changes,
-    )
-    return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-
-
-def _gpt2() -> Any:
-    config = hf.GPT2Config(
-        vocab_size=VOCAB, n_embd=32, n_layer=4, n_head=4, n_positions=64, **TOKENS
-    )
-    assert config.resid_pdrop == config.attn_pdrop == config.embd_pdrop == 0.1
-    return hf.AutoModelForCausalLM.from_config(config)
-
-
-def _mixtral() -> Any:
-    config = hf.MixtralConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        attention_dropout=0.1,
-        output_router_logits=True,
-        **TOKENS,
-    )
-    return hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-
-
-def _t5() -> Any:
-    config = hf.T5Config(
-        vocab_size=VOCAB,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=3,
-        num_heads=4,
-        dropout_rate=0.1,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=2,
-    )
-    return hf.AutoModelForSeq2SeqLM.from_config(config)
-
-
-MODELS = {"llama": _llama, "gpt2": _gpt2, "mixtral": _mixtral, "t5": _t5}
-BOTH = {"weights": "host", "state": "host"}
-MORE_PLACEMENTS = [
-    Placement(name="both, 3 slots", options={**BOTH, "num_slots": 3}),
-    Placement(name="weights resident, kept", options={"weights": "device", "activations": "keep"}),
-    Placement(name="both, as kept as fits", options={**BOTH, "device_memory": "800KB"}),
-    Placement(
-        name="both, state visiting, 1 slot, kept",
-        options={**BOTH, "num_visits": 3, "num_slots": 1, "activations": "keep"},
-    ),
-]
+from outcore.verify.exactness import (
+    RESIDENT,
+    Placement,
+    batches,
+    compare,
+    param_groups,
+    train,
+)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -112,12 +50,16 @@ def test_a_disk_tier_does_not_show(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("placement", placements() + MORE_PLACEMENTS, ids=lambda p: p.name)
-def test_random_delays_do_not_show(placement: Placement) -> None:
-    """Delays of up to 50 ms a copy and update, over 20 steps: time that is slept, not computed."""
-    delayed = replace(placement, max_delay_s=0.05)
-    (comparison,) = verify(_gpt2, VerifyJob(steps=20), [delayed])
-    assert comparison.is_exact, comparison.differing[:5]
+def test_random_delays_do_not_show() -> None:
+    """Delays of up to 50 ms a copy and update, over 20 steps: time that is slept, not computed.
+
+    So all placements are trained at once, each in a process of its own.
+    """
+    delayed = [replace(p, max_delay_s=0.05) for p in placements() + MORE_PLACEMENTS]
+    runs = train_at_once("gpt2", VerifyJob(steps=20), [RESIDENT, *delayed])
+    for placement in delayed:
+        comparison = compare(placement.name, runs[placement.name], runs[RESIDENT.name])
+        assert comparison.is_exact, f"{comparison.name}: {comparison.differing[:5]}"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +76,7 @@ def test_random_delays_do_not_show(placement: Placement) -> None:
 def test_random_delays_in_an_encoder_and_a_decoder(options: dict[str, Any]) -> None:
     job = VerifyJob(steps=2)
     placement = Placement(name="delayed", options=options, max_delay_s=0.05)
-    (comparison,) = verify(_t5, job, [placement])
+    (comparison,) = verify(t5, job, [placement])
     assert comparison.is_exact, comparison.differing[:5]
 
 
@@ -149,7 +91,7 @@ def test_short_random_delays_over_many_steps(seed: int) -> None:
         )
         for slots, visits in ((1, 0), (2, 2), (3, 1), (4, 3))
     ]
-    for comparison in verify(_gpt2, job, chosen):
+    for comparison in verify(gpt2, job, chosen):
         assert comparison.is_exact, f"{comparison.name}: {comparison.differing[:5]}"
 
 
@@ -227,15 +169,15 @@ def _train_passing(
 def test_against_plain_torch() -> None:
     """20 steps against plain Hugging Face and torch.optim.AdamW in fp32."""
     job = VerifyJob(steps=20)
-    differences = compare_with_plain_torch(_llama, job)
+    differences = compare_with_plain_torch(llama, job)
     assert max(differences.values()) <= 1e-5, max(differences, key=differences.__getitem__)
 
 
 def test_dropout_is_on() -> None:
     """The exactness runs would prove less if dropout were off in them."""
     job = VerifyJob(steps=1)
-    losses = {seed: train(_gpt2, RESIDENT, VerifyJob(steps=1, seed=seed)).losses for seed in (0, 1)}
-    model = _gpt2().train()
+    losses = {seed: train(gpt2, RESIDENT, VerifyJob(steps=1, seed=seed)).losses for seed in (0, 1)}
+    model = gpt2().train()
     batch = next(batches(model, job))
     assert float(model(**batch).loss.detach()) != float(model(**batch).loss.detach())
     assert losses[0] != losses[1]
@@ -252,7 +194,7 @@ DELAYED = Placement(
 
 def _is_exact(placement: Placement = DELAYED, **job: Any) -> bool:
     try:
-        (comparison,) = verify(_llama, VerifyJob(steps=4, **job), [placement])
+        (comparison,) = verify(llama, VerifyJob(steps=4, **job), [placement])
     except outcore.NonFiniteGradient:  # memory that was read before anything was copied into it
         return False
     return comparison.is_exact
