@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,3 +142,21 @@ def test_the_limit_of_a_second_model_leaves_room_for_the_first(
     _, device = _open_books(options)  # type: ignore[arg-type]
     assert device.budget_bytes == (budget or 39)
     assert found["part"] == ((budget or 60 + 39) / 100)
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_the_memory_of_a_model_before_is_free_for_the_next(is_released: bool) -> None:
+    """A model is part of cycles: nothing but a collection ends what was dropped."""
+    gc.disable()
+    try:
+        model = offloaded(BY_NAME["llama"].make())
+        engine = weakref.ref(outcore.engine_of(model))
+        if is_released:
+            outcore.release(model)
+        else:
+            del model
+            assert engine() is not None
+            model = offloaded(BY_NAME["llama"].make())
+        assert engine() is None
+    finally:
+        gc.enable()
