@@ -105,6 +105,7 @@ class ChoiceTable:
     def bytes_of(self, c: Choices) -> tuple[Values, Values, Values]:
         """Return the bytes on device, host and disk, as memory.py counts them."""
         n, sizes, trained, weights = self.num_blocks, self._sizes, self._trained, self._weights
+        units = self.memory.units
         w, s, dw, ds = (
             c.first_device_weights,
             c.first_device_state,
@@ -129,17 +130,17 @@ class ChoiceTable:
         disk += np.maximum(0.0, trained[w] - trained[np.maximum(n - ds, s)]) * copy
         device += np.where(c.edge_state == _DEVICE, self._edges * with_gradient, 0.0)
         host += np.where(c.edge_state == _HOST, self._edges * (sizes.state + copy), 0.0)
-        leaving = trained[n] - trained[s] + np.where(c.edge_state == _DEVICE, 0.0, self._edges)
+        blocks_leave = trained[n] - trained[s]
+        edges_leave = np.where(c.edge_state == _DEVICE, 0.0, self._edges)
         if self._gradients_wait:
-            host += leaving * sizes.gradient
+            host += (blocks_leave + edges_leave) * sizes.gradient
         else:
-            largest = np.where(
-                (ds > 0) | (dw > 0),
-                self.memory.units.largest_chunk(with_disk=True),
-                self.memory.units.largest_chunk(with_disk=False),
+            chunk = np.maximum(
+                (blocks_leave > 0) * units.block_chunk, (edges_leave > 0) * units.edge_chunk
             )
-            host += (leaving > 0) * (RING_BUFFERS * largest * sizes.gradient)
-        units = self.memory.units
+            has_pieces = (chunk > 0) & ((ds > 0) | (dw > 0))
+            chunk = np.where(has_pieces, np.maximum(chunk, units.largest_piece), chunk)
+            host += RING_BUFFERS * chunk * float(sizes.gradient)
         staging = np.where(
             w > n - ds,  # some state on disk has the master of a resident weight beside it
             units.state_staging_bytes(sizes, with_masters=True),

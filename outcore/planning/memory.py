@@ -116,7 +116,7 @@ class MemoryModel:
     def _add_state(self, placement: Placement, add: _Add) -> None:
         sizes, chunk = self._bytes, self.units.max_chunk
         stages = with_masters = False
-        passes_ring = has_pieces = False
+        ring_chunk, has_pieces = 0, False
         for index, unit in enumerate(self.units.units):
             numel = unit.trainable_numel
             if not numel:
@@ -132,13 +132,14 @@ class MemoryModel:
                 home = "host" if tier == "disk" else tier
                 add(home, "gradients", numel * sizes.gradient)
             elif tier != "device":
-                passes_ring = True
+                ring_chunk = max(ring_chunk, self.units.chunk_of(unit))
             stages = stages or tier == "disk"
             has_pieces = has_pieces or "disk" in (tier, weights)
             with_masters = with_masters or (tier == "disk" and weights == "device")
-        if passes_ring:
-            largest = self.units.largest_chunk(with_disk=has_pieces)
-            add("host", "gradients", RING_BUFFERS * largest * sizes.gradient)
+        if ring_chunk:
+            if has_pieces:  # on disk a small block is not cut as finely
+                ring_chunk = max(ring_chunk, self.units.largest_piece)
+            add("host", "gradients", RING_BUFFERS * ring_chunk * sizes.gradient)
         if stages:
             add(
                 "host",

@@ -58,7 +58,9 @@ class Units:
 
     def __init__(self, spec: ModelSpec, job: Job) -> None:
         self.units = tuple(_units(spec, job))
-        self.max_chunk = self._largest_chunk()
+        self.block_chunk = self._largest_chunk([u for u in self.units if u.block is not None])
+        self.edge_chunk = self._largest_chunk([u for u in self.units if u.block is None])
+        self.max_chunk = max(1, self.block_chunk, self.edge_chunk)
 
     @cached_property
     def first_edges(self) -> tuple[int, ...]:
@@ -94,7 +96,7 @@ class Units:
         return lodged
 
     @cached_property
-    def _largest_piece(self) -> int:
+    def largest_piece(self) -> int:
         """Elements of a chunk on disk; only blocks go there."""
         blocks = [unit for unit in self.units if unit.block is not None]
         pieces = [
@@ -103,9 +105,9 @@ class Units:
         ]
         return max(pieces, default=0)
 
-    def largest_chunk(self, *, with_disk: bool) -> int:
-        """Return the elements of the largest chunk; on disk a small block is not cut as finely."""
-        return max(self.max_chunk, self._largest_piece) if with_disk else self.max_chunk
+    def chunk_of(self, unit: UnitSize) -> int:
+        """Return the elements of the largest chunk of units of this kind."""
+        return self.edge_chunk if unit.block is None else self.block_chunk
 
     def state_staging_bytes(self, sizes: StateBytes, *, with_masters: bool) -> int:
         """Return the host memory that state passes through on its way from and to disk.
@@ -114,7 +116,7 @@ class Units:
         """
         buffers = num_staging_buffers(sizes.num_tensors + with_masters)
         itemsize = max(sizes.largest_itemsize, sizes.weight if with_masters else 0)
-        return buffers * self._largest_piece * itemsize
+        return buffers * self.largest_piece * itemsize
 
     def weight_staging_bytes(self, sizes: StateBytes) -> int:
         """Return the same for weights, whose span may be longer than what is trained of it."""
@@ -140,10 +142,10 @@ class Units:
         largest = max((unit.trainable_numel for unit in self.units), default=1)
         return min(MAX_CHUNK_ELEMENTS, max(1 << 10, largest // 3))
 
-    def _largest_chunk(self) -> int:
+    def _largest_chunk(self, units: Sequence[UnitSize]) -> int:
         limit = self._limit()
-        cuts = {n for unit in self.units for n in set(unit.deliveries) if n}
-        return max((max(_cut((n,), limit)) for n in cuts), default=1)
+        cuts = {n for unit in units for n in set(unit.deliveries) if n}
+        return max((max(_cut((n,), limit)) for n in cuts), default=0)
 
 
 def _units(spec: ModelSpec, job: Job) -> list[UnitSize]:

@@ -28,7 +28,7 @@ CONFIG = LlamaConfig(
     num_hidden_layers=6,
     num_attention_heads=4,
     num_key_value_heads=4,
-    vocab_size=2048,
+    vocab_size=1024,
 )
 # What the device's allocator makes on the way is not in the books of the CPU device, and what
 # autograd keeps of a block on a CPU is not what the plan counts for a GPU.
@@ -115,7 +115,7 @@ def test_every_purpose_of_every_tier(name: str, clipping: Clipping, tmp_path: Pa
         update_during_backward=clipping != "waiting",
     )
     checkpoints = AsyncCheckpoints(CheckpointFolder(tmp_path / "it"), model, optimizer)
-    ids = torch.randint(0, 2048, (4, 64))
+    ids = torch.randint(0, 1024, (4, 64))
 
     def forward_and_backward() -> None:
         model(input_ids=ids, labels=ids).loss.backward()

@@ -120,8 +120,7 @@ def test_step_time_is_within_10_percent(row: dict[str, Any], request: Any) -> No
 def test_peak_bytes_of_each_tier_are_within_5_percent(row: dict[str, Any]) -> None:
     plan, notes = predicted(row), row["notes"]
     assert plan.tier_bytes("device") == pytest.approx(row["device_peak_bytes"], rel=0.05)
-    on_disk = "disk" in notes["optimizer_state"]  # the ring of gradients is counted generously
-    host = pytest.approx(notes["host_arena_bytes"], rel=0.03 if on_disk else 0.001)
+    host = pytest.approx(notes["host_arena_bytes"], rel=0.001)
     assert plan.tier_bytes("host") == host
     resident = plan.tier_bytes("host") + PROCESS_BYTES
     assert resident == pytest.approx(row["host_rss_bytes"], rel=0.05)
@@ -131,15 +130,12 @@ def test_peak_bytes_of_each_tier_are_within_5_percent(row: dict[str, Any]) -> No
 def test_purposes_are_those_of_the_books(row: dict[str, Any]) -> None:
     """To the byte, except for activations: the books peak in the first step, which recomputes.
 
-    Scales of compact state are rounded up to whole pages; gradients on their way to the disk take
-    what the largest chunk takes, at most.
+    Scales of compact state are rounded up to whole pages.
     """
     plan, notes = predicted(row), row["notes"]
     other = {"block inputs", "kept activations", "working memory"}
     exact = 0.0 if notes["optimizer_state"].startswith("fp32") else 1e-6
     for tier, skipped in (("host", set[str]()), ("device", other)):
-        if tier == "host" and "disk" in notes["optimizer_state"]:
-            skipped = {"gradients"}
         planned = {p: b for p, b in plan.peak_bytes[tier].items() if p not in skipped}
         booked = notes[f"{tier}_purposes_bytes"].items()
         assert planned == pytest.approx(
