@@ -50,7 +50,7 @@ class Changes:
         if not here:
             here = [job for job in [self._together()] if job is not None]
         if not here:
-            beyond = [*self._larger_disk(), *beyond]
+            beyond = [*(job for job in self._larger_disk() if job not in beyond), *beyond]
         return [*here, *beyond] or self._all_larger()
 
     def _rank(self, changed: Job) -> int:

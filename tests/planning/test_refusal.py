@@ -83,6 +83,16 @@ def test_a_larger_disk_where_the_machine_has_too_little_of_everything() -> None:
     assert not fits(spec, machine, replace(first.job, budgets=less))
 
 
+def test_a_larger_disk_is_named_once() -> None:
+    """Where a disk is asked for, a larger one is a larger budget too."""
+    machine = replace(CARD, disk_bytes=64 * GIB)
+    job = Job(tokens=32_768, seq_len=2048, clipping="two-pass", budgets=Budgets(disk_bytes=GIB))
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(model_spec("llama-3.1-70b"), machine, job)
+    options = [change.options for change in caught.value.changes]
+    assert sum("of disk" in option for option in options) == 1, options
+
+
 @pytest.mark.parametrize(
     "budgets", [NO_DISK, replace(NO_DISK, device_bytes=8 * GIB, host_bytes=32 * GIB), Budgets()]
 )
