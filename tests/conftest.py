@@ -1,6 +1,7 @@
 """Shared by all tests: GPU tests are skipped without a GPU, and no test leaves a thread behind."""
 
 import gc
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -32,6 +33,14 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def no_nohup() -> Iterator[None]:
+    """Tests that are run under nohup inherit that SIGHUP is ignored, and so do their processes."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

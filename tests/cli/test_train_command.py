@@ -216,6 +216,7 @@ def test_the_demonstration_asks_for_what_it_did_not_teach(demonstration: Demo) -
         assert int(left) + int(right) == int(total)
 
 
+@pytest.mark.usefixtures("no_nohup")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_a_run_with_a_checkpoint(
     job: Demo, tmp_path: Path, number: signal.Signals
@@ -236,6 +237,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
     assert (saved[0] / "manifest.json").is_file()
 
 
+@pytest.mark.usefixtures("no_nohup")
 def test_a_reader_that_goes_away_ends_a_run_with_a_checkpoint(job: Demo, tmp_path: Path) -> None:
     output = tmp_path / "out"
     arguments = arguments_of(job, output, "--max-steps", "5000", "--log-every", "1")

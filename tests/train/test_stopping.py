@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from outcore.train.stopping import StopRequest
 
 
@@ -35,6 +37,7 @@ def test_the_second_signal_ends_the_process_at_once() -> None:
     assert done.returncode == 128 + signal.SIGINT
 
 
+@pytest.mark.usefixtures("no_nohup")
 def test_a_terminal_that_goes_away_only_asks() -> None:
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGHUP)
