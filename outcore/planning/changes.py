@@ -1,7 +1,7 @@
 """Changes of a job with which a plan fits, each found by trying it.
 
 Single changes first. Where none of them fits this machine, the first pair that does; where no pair
-does, the first three, and so on.
+does, the first three, and so on. Where nothing does, what the machine would have to have.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tokenizers_made_here import (
     write_jsonl,
 )
 
-from outcore.data.encode import EncodeOptions
+from outcore.data.encode import EncodedBatch, EncodeOptions, Encoder
 from outcore.data.tokenize import _worthwhile_workers, tokenize
 from outcore.errors import BadRow, LaneError, UnsupportedTemplate
 
@@ -60,17 +60,22 @@ def test_the_first_bad_row_is_told_whichever_thread_meets_one(
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_threads_share_a_tokenizer_that_an_earlier_call_made_cut(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(CHATML)
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"row {n} of these"} for n in range(400)])
-    caches = []
-    for num_workers in (1, None):
-        tokenizer("a b c d", truncation=True, max_length=2)  # and the next call switches it off
-        cache = tokenize(
-            path, tokenizer, cache_dir=tmp_path / str(num_workers), num_workers=num_workers
-        )
-        caches.append(cache.checksum)
-    assert caches[0] == caches[1]
+def test_the_first_batch_is_encoded_before_threads_share_the_tokenizer(
+    source: Path, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It switches off what an earlier call left on, which must not meet another thread's call."""
+    threads, encode = [], Encoder.encode
+
+    def watched(self: Encoder, *arguments: Any) -> EncodedBatch:
+        threads.append(threading.current_thread())
+        return encode(self, *arguments)
+
+    monkeypatch.setattr(Encoder, "encode", watched)
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    tokenize(source, tokenizer, cache_dir=tmp_path / "cache")
+    assert threads[0] is threading.current_thread()
+    assert len(threads) > 4
+    assert threading.current_thread() not in threads[1:]
 
 
 @pytest.mark.usefixtures("small_batches")
