@@ -6,6 +6,7 @@ Under nohup it is ignored, and stays so.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -54,7 +55,10 @@ class StopRequest:
             os._exit(128 + number)
         self.signal = signal.Signals(number)
         if self._tell is not None:
-            self._tell(self.signal.name)
+            # In the middle of a line to the same stream Python refuses another: better no word of
+            # the signal than the end of the run.
+            with contextlib.suppress(RuntimeError):
+                self._tell(self.signal.name)
 
     @property
     def _is_hung_up(self) -> bool:

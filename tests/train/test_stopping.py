@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -56,3 +58,27 @@ def test_nohup_is_respected() -> None:
             assert not stop.is_set
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_while_the_display_writes_only_asks() -> None:
+    """Python's streams refuse a write from a handler that interrupts one of theirs."""
+
+    class Interrupted(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, text: Any) -> int:
+            if not stop.is_set:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return len(text)
+
+    stream = io.BufferedWriter(Interrupted())
+
+    def tell(name: str) -> None:
+        stream.write(name.encode())
+        stream.flush()
+
+    with StopRequest(tell) as stop:
+        stream.write(b"step 1")
+        stream.flush()
+        assert stop.signal is signal.SIGTERM
