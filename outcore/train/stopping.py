@@ -23,10 +23,12 @@ class StopRequest:
         """``tell`` is called with the signal's name, from the main thread, when one arrives."""
         self.signal: signal.Signals | None = None
         self._tell = tell
+        self._is_untold = False
         self._before: dict[signal.Signals, object] = {}
 
     @property
     def is_set(self) -> bool:
+        self._tell_once()
         return self.signal is not None
 
     def __enter__(self) -> StopRequest:
@@ -54,11 +56,16 @@ class StopRequest:
             # Scratch files that stay behind are removed at the next start.
             os._exit(128 + number)
         self.signal = signal.Signals(number)
-        if self._tell is not None:
-            # In the middle of a line to the same stream Python refuses another: better no word of
-            # the signal than the end of the run.
-            with contextlib.suppress(RuntimeError):
-                self._tell(self.signal.name)
+        self._is_untold = True
+        # In the middle of a line to the same stream Python refuses another: then it is told when
+        # someone asks.
+        with contextlib.suppress(RuntimeError):
+            self._tell_once()
+
+    def _tell_once(self) -> None:
+        if self._is_untold and self._tell is not None and self.signal is not None:
+            self._tell(self.signal.name)
+        self._is_untold = False
 
     @property
     def _is_hung_up(self) -> bool:

@@ -68,10 +68,12 @@ def test_a_signal_while_the_display_writes_only_asks() -> None:
             return True
 
         def write(self, text: Any) -> int:
-            if not stop.is_set:
+            written.append(bytes(text))
+            if stop.signal is None:
                 os.kill(os.getpid(), signal.SIGTERM)
             return len(text)
 
+    written: list[bytes] = []
     stream = io.BufferedWriter(Interrupted())
 
     def tell(name: str) -> None:
@@ -82,3 +84,6 @@ def test_a_signal_while_the_display_writes_only_asks() -> None:
         stream.write(b"step 1")
         stream.flush()
         assert stop.signal is signal.SIGTERM
+        assert written == [b"step 1"]
+        assert stop.is_set
+        assert written == [b"step 1", b"SIGTERM"], "told once the line is out"
