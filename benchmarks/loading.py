@@ -65,8 +65,9 @@ def main() -> None:
 def checkpoint(directory: Path, shape: str) -> list[Path]:
     """Return the safetensors files of a checkpoint of the shape; write it if it is not there."""
     if not (directory / "config.json").is_file():
+        device = "cuda" if torch.cuda.is_available() else "cpu"  # where values are drawn sooner
         model = outcore.from_config(
-            shape_config(shape), device="cpu", dtype=torch.bfloat16, weights="host", state="host"
+            shape_config(shape), device=device, dtype=torch.bfloat16, weights="host", state="host"
         )
         model.save_pretrained(directory)
         outcore.engine_of(model).close()

@@ -4,11 +4,12 @@ The engine takes one batch of random tokens again and again (`outcore bench trai
 `outcore train` reads, packs and shuffles real files, shows and writes figures, and steps. Each runs
 in a process of its own. Steps are counted from the fifth on.
 
-    python benchmarks/train_command.py --json FILE [--shape qwen2.5-7b] [--data FILE] [--checkpoint]
+    python benchmarks/train_command.py --json FILE [--shape qwen2.5-7b] [--checkpoint DIR]
 
 Without --data the sources of Python's standard library are the text. With --checkpoint the model is
-written to disk first, and what the page cache has of it is dropped: the command then loads it, and
-the seconds to the end of its first step count the whole of it.
+written there first if it is not, and what the page cache has of it is dropped: the command then
+loads it, and the seconds to the end of its first step count the whole of it. What it compiles, it
+compiles anew: it has none of what earlier runs on the machine have compiled.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -42,19 +44,22 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--checkpoint", action="store_true", help="load the model from disk")
+    parser.add_argument("--checkpoint", type=Path, help="load the model from there")
     arguments = parser.parse_args()
     engine = run_engine(arguments)
     with tempfile.TemporaryDirectory() as folder:
         if arguments.checkpoint:
-            write_checkpoint(arguments.shape, Path(folder) / "model")
+            write_checkpoint(arguments.shape, arguments.checkpoint)
         command = run_command(arguments, Path(folder))
     report = {"machine": machine_facts(), "engine": engine, "train": command}
     arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     ratio = command["step_s"] / engine["step_s"]
     print(f"engine {engine['step_s']:.3f} s a step, outcore train {command['step_s']:.3f} s")
     print(f"outcore train takes {ratio - 1:+.1%}; waits for data {command['data_wait_s']:.4f} s")
-    print(f"from the command to the end of its first step: {command['first_step_after_s']:.1f} s")
+    print(
+        f"first step done {command['first_step_after_s']:.1f} s after the command, of which "
+        f"{command['load_s']:.1f} s load the model"
+    )
 
 
 def run_engine(arguments: Any) -> dict[str, Any]:
@@ -79,7 +84,7 @@ def run_engine(arguments: Any) -> dict[str, Any]:
 def run_command(arguments: Any, folder: Path) -> dict[str, Any]:
     text = arguments.data or write_text(folder / "text.txt")
     write_tokenizer(folder / "tokenizer", text)
-    model = str(folder / "model") if arguments.checkpoint else arguments.shape
+    model = str(arguments.checkpoint or arguments.shape)
     command = [
         *(sys.executable, "-m", "outcore", "train", "--model", model),
         *("--tokenizer", str(folder / "tokenizer"), "--data", str(text)),
@@ -88,14 +93,18 @@ def run_command(arguments: Any, folder: Path) -> dict[str, Any]:
         *("--keep", "0"),  # a checkpoint of a 7B model takes 91 GB, which not every disk has
         *("--tokens-per-step", str(arguments.sequences * arguments.seq_len), "--lr", "1e-6"),
     ]
-    start, first_step_after_s = time.perf_counter(), math.nan
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+    environment = os.environ | {name: str(folder / where) for name, where in compiled.items()}
+    start, in_homes_after_s, load_s, first_step_after_s = time.perf_counter(), *3 * [math.nan]
     # Of a run that is this short only the steps count: it is ended before it writes its state.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         for line in process.stdout:
             after_s = time.perf_counter() - start
             print(f"{after_s:6.1f} s  {line}", end="")
-            if "step 1/" in line:  # told when the second has been given to the device
+            if found := re.search(r"in its homes after ([0-9.]+) s", line):
+                in_homes_after_s, load_s = after_s, float(found[1])
+            if "step 1/" in line:
                 first_step_after_s = after_s
             if f"step {arguments.steps}/" in line:
                 process.kill()
@@ -106,13 +115,18 @@ def run_command(arguments: Any, folder: Path) -> dict[str, Any]:
         "step_s": statistics.mean(line["step_s"] for line in counted),
         "all_step_s": [line["step_s"] for line in counted],
         "tflops": statistics.mean(line["tflops"] for line in counted),
+        "load_s": load_s,
+        "in_homes_after_s": in_homes_after_s,
         "first_step_after_s": first_step_after_s,
         "data_wait_s": statistics.mean(line["data_wait_s"] for line in counted),
     }
 
 
 def write_checkpoint(shape: str, folder: Path) -> None:
-    """Write random weights of the shape, in a process whose memory is given back."""
+    """Write random weights of the shape, in a process whose memory is given back.
+
+    What is there already stays. Nothing of it is in the page cache then.
+    """
     lines = (
         "import sys, torch, outcore",
         "from outcore.shapes import shape_config",
@@ -121,7 +135,8 @@ def write_checkpoint(shape: str, folder: Path) -> None:
         "model = outcore.from_config(config, device=device, dtype=torch.bfloat16)",
         "model.save_pretrained(sys.argv[2])",
     )
-    subprocess.run([sys.executable, "-c", "\n".join(lines), shape, str(folder)], check=True)
+    if not (folder / "config.json").is_file():
+        subprocess.run([sys.executable, "-c", "\n".join(lines), shape, str(folder)], check=True)
     os.sync()  # only what is on the disk can leave the page cache
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:

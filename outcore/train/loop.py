@@ -210,6 +210,8 @@ class Run:
                     told.flush(losses)
                     raise self._with_what_is_kept(error) from error
                 told.step(losses.put(loss), partial(self._figures, waited_s))
+                if self.step - first == 1:
+                    told.flush(losses)  # it took long, and someone may be waiting for it
                 if self._evaluates_here:
                     told.flush(losses)
                     self._evaluate_on_the_way(metrics, stop)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from outcore.data.sources import find_sources
 from outcore.determinism import deterministic_algorithms
+from outcore.engine.compilation import start_compiler
 from outcore.engine.offload import engine_of
 from outcore.model_config import longest_sequence, too_long, vocabulary_size
 from outcore.named_device import named_device
@@ -82,6 +83,8 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
             )
         plan = subject.plan_for(settings, sequences, config, probing=display.probing)
         display.plan(plan, corpus.training.fill)
+        if named_device(settings.device).type == "cuda":
+            start_compiler()  # whose processes take as long to start as weights to load
         with display.loading():
             model = subject.make_model(settings, plan)
         try:
