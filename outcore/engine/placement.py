@@ -23,7 +23,7 @@ from outcore.optim.backend import MakeDisk
 from outcore.optim.disk_updater import num_weight_buffers
 from outcore.optim.state_format import StateTensor
 from outcore.optim.updates import MAX_PIECE_ELEMENTS
-from outcore.store.host_arena import OUT_OF_HOST, HostArena, aligned_bytes
+from outcore.store.host_arena import OUT_OF_HOST, HostArena, aligned_bytes, made_ahead
 from outcore.store.ledger import Ledger
 from outcore.store.packed_spans import MIN_ELEMENTS, PackedLayout, is_packable
 from outcore.store.spans import SpanLayout
@@ -140,11 +140,10 @@ def place_units(
         remedy='Use weights="host", or a larger device_memory.',
     )
     _check_host(streamed, with_remainder, remainder, host_ledger)
-    arenas = {}
+    arenas = []  # that are not made yet
     for unit in units:
         if unit.weights_home == "host":
-            # What is filled from the host is pinned when it is full, while others are filled. A GPU
-            # copies into pinned memory.
+            # A GPU copies into pinned memory; what the host fills need not wait for it.
             later = source is not None and source.is_on_host and unit.packed is None
             arena = HostArena(
                 _home_bytes(unit),
@@ -154,7 +153,8 @@ def place_units(
                 touch=not later,
             )
             unit.host_weight = arena.span(unit.span_numel, unit.dtype)
-            arenas[unit.index] = arena
+            if later:
+                arenas.append(arena)
         elif unit.weights_home == "device":
             unit.device_weight = _device_zeros(unit, options.device)
         if unit in with_remainder:
@@ -180,10 +180,9 @@ def place_units(
             unit.disk_weight, unit.host_weight = tensor, tensor.mapped
     replaced: Replaced = {}
     _wait_for(options.device)  # zeros: the threads of a source have streams of their own
-    for together in _turns(units):
-        for unit in _move_in(together, source, replaced, options.device):
-            if pin and unit.index in arenas:
-                arenas[unit.index].pin()
+    with made_ahead(arenas, pin=pin):
+        for together in _turns(units):
+            _move_in(together, source, replaced, options.device)
     _wait_for(options.device)
     return replaced
 
@@ -263,22 +262,22 @@ def _needs_remainder(unit: Unit, source: Source | None) -> bool:
 
 def _move_in(
     units: list[Unit], source: Source | None, replaced: Replaced, device: torch.device
-) -> Iterator[Unit]:
+) -> None:
     """Copy the units' weights into their homes and let their parameters point there.
 
-    Yields each unit when its home is full. Matrices are packed on ``device``.
+    Matrices are packed on ``device``.
     """
     arrivals = {id(unit.part): _Arrival(unit, device) for unit in units}
     for arrival in arrivals.values():
         if not arrival.on_meta:
-            yield arrival.complete(replaced)
+            arrival.complete(replaced)
     wanted = [
         (arrival.unit.part, arrival.on_meta) for arrival in arrivals.values() if arrival.on_meta
     ]
     if wanted:
         assert source is not None
         for part in source.fill(wanted):
-            yield arrivals[id(part)].complete(replaced)
+            arrivals[id(part)].complete(replaced)
 
 
 class _Arrival:
@@ -295,7 +294,7 @@ class _Arrival:
         self.on_meta = {name: place for name, place in places.items() if name in meta}
         self._others = {name: place for name, place in places.items() if name not in meta}
 
-    def complete(self, replaced: Replaced) -> Unit:
+    def complete(self, replaced: Replaced) -> None:
         """Take the values that are not on meta too, and let all parameters point home."""
         views = self.unit.layout.separate(self.unit.home)
         for name, place in self._others.items():
@@ -305,7 +304,6 @@ class _Arrival:
             self._point_home(name, views, replaced)
         if self.unit.disk_weight is not None:
             self.unit.disk_weight.write(self._passing)
-        return self.unit
 
     def _point_home(self, name: str, views: dict[str, Tensor], replaced: Replaced) -> None:
         parameter = self.unit.parameters[name]

@@ -7,8 +7,12 @@ huge pages, touched in parallel and then registered with CUDA, is exact and abou
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import threading
 import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -19,6 +23,8 @@ from outcore.units import format_bytes
 
 OUT_OF_HOST = "Raise host_memory, free host memory, or train fewer parameters."
 _ALIGN_BYTES = 256
+_MADV_POPULATE_WRITE = 23  # Linux 5.14 has it, Python's mmap has no name for it
+_POPULATED_AT_ONCE_BYTES = 64 << 20
 
 
 def aligned_bytes(numel: int, dtype: torch.dtype) -> int:
@@ -46,8 +52,7 @@ class HostArena:
     """One region of host memory that hands out flat, aligned, zeroed spans and grows no further.
 
     touch: whether its pages are made now, so that none is left for the first step. Memory that is
-        filled at once and then pinned needs it not: filling makes the pages, and zeros written
-        before would cost as much time again.
+        filled at once needs it not: its pages are ``made_ahead`` of the filling.
     """
 
     _warned_pageable = False
@@ -89,6 +94,17 @@ class HostArena:
         self._used_bytes = start + aligned_bytes(numel, dtype)
         return self._bytes[start:end].view(dtype)
 
+    def populate(self, start: int, num_bytes: int) -> bool:
+        """Make pages, whatever is in those that are there; whether the system can.
+
+        Others may write to them meanwhile: nothing is overwritten.
+        """
+        num_bytes = min(num_bytes, self.num_bytes - start)
+        address = ctypes.c_void_p(self._bytes.data_ptr() + start)
+        # Not mmap.madvise, which would keep other threads of Python waiting.
+        made = ctypes.CDLL(None).madvise(address, ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE)
+        return bool(made == 0)
+
     def pin(self) -> None:
         """Register the memory with CUDA; where that fails it stays pageable, with a warning."""
         if self.is_pinned:
@@ -113,6 +129,34 @@ class HostArena:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+@contextlib.contextmanager
+def made_ahead(arenas: Sequence[HostArena], *, pin: bool) -> Iterator[None]:
+    """Make the pages of the arenas, in their order, beside whoever fills them; then pin them.
+
+    Who fills memory that is new waits for every page to be zeroed, and a disk waits for them.
+    """
+    is_over = threading.Event()
+
+    def make() -> None:
+        for arena in arenas:
+            for start in range(0, arena.num_bytes, _POPULATED_AT_ONCE_BYTES):
+                if is_over.is_set():
+                    return
+                if not arena.populate(start, _POPULATED_AT_ONCE_BYTES):
+                    break  # an old kernel: filling makes them
+            if pin:
+                arena.pin()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="outcore-pages") as thread:
+        making = thread.submit(make)
+        try:
+            yield
+        except BaseException:
+            is_over.set()
+            raise
+        making.result()
 
 
 def _forget_cuda_error() -> None:

@@ -1,5 +1,8 @@
 """Host arenas: exact, aligned, zeroed, disjoint, and given back when nobody needs them."""
 
+import ctypes
+import mmap
+import threading
 from pathlib import Path
 
 import pytest
@@ -7,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outcore.errors import OutOfBudget
-from outcore.store.host_arena import HostArena, aligned_bytes
+from outcore.errors import OutOfBudget, StoreError
+from outcore.store.host_arena import HostArena, aligned_bytes, made_ahead
 from outcore.store.ledger import Ledger
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int16])
@@ -81,3 +84,86 @@ def test_its_map_is_a_private_one_that_can_have_huge_pages() -> None:
 def is_inside(address: int, bounds: str) -> bool:
     start, end = (int(bound, 16) for bound in bounds.split("-"))
     return start <= address < end
+
+
+def untouched(num_bytes: int) -> HostArena:
+    return HostArena(
+        num_bytes, purpose="weights", ledger=Ledger("host", None), pin=False, touch=False
+    )
+
+
+def resident_bytes(span: torch.Tensor) -> int:
+    """What of a page-aligned span has memory, by the system's own account."""
+    pages = -(-span.numel() // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * pages)()
+    address, size = ctypes.c_void_p(span.data_ptr()), ctypes.c_size_t(span.numel())
+    assert ctypes.CDLL(None).mincore(address, size, found) == 0
+    return sum(page & 1 for page in found) * mmap.PAGESIZE
+
+
+def test_pages_are_made_ahead_of_filling_and_keep_what_is_filled() -> None:
+    if not untouched(mmap.PAGESIZE).populate(0, mmap.PAGESIZE):
+        pytest.skip("this kernel makes no pages ahead")
+    arenas = [untouched(3 << 20) for _ in range(4)]
+    spans = [arena.span(3 << 20, torch.uint8) for arena in arenas]
+    assert resident_bytes(spans[3]) == 0
+    with made_ahead(arenas, pin=False):
+        for number, span in enumerate(spans[:3], start=1):
+            span.fill_(number)
+    assert resident_bytes(spans[3]) == 3 << 20
+    for number, span in enumerate(spans[:3], start=1):
+        assert bool((span == number).all())
+    assert not spans[3].any()
+
+
+def test_all_are_pinned_when_the_last_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[HostArena] = []
+    monkeypatch.setattr(HostArena, "pin", lambda arena: pinned.append(arena))
+    arenas = [untouched(1 << 20) for _ in range(20)]
+    with made_ahead(arenas, pin=True):
+        pass
+    assert pinned == arenas
+
+
+def test_where_the_system_makes_no_pages_filling_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[HostArena] = []
+    monkeypatch.setattr(HostArena, "pin", lambda arena: pinned.append(arena))
+    monkeypatch.setattr("outcore.store.host_arena._MADV_POPULATE_WRITE", 9999)
+    arena = untouched(1 << 20)
+    span = arena.span(1 << 20, torch.uint8)
+    with made_ahead([arena], pin=True):
+        span.fill_(7)
+    assert pinned == [arena]
+    assert bool((span == 7).all())
+
+
+def test_a_failure_to_fill_ends_the_making(monkeypatch: pytest.MonkeyPatch) -> None:
+    filling_failed = threading.Event()
+    made: list[HostArena] = []
+
+    def populate(arena: HostArena, start: int, num_bytes: int) -> bool:
+        made.append(arena)
+        assert filling_failed.wait(60)
+        return True
+
+    monkeypatch.setattr(HostArena, "populate", populate)
+    arenas = [untouched(1 << 20) for _ in range(3)]
+
+    def fill() -> None:
+        with made_ahead(arenas, pin=False):
+            threading.Timer(0.2, filling_failed.set).start()
+            raise StoreError("the disk is gone", path=Path("weights"))
+
+    with pytest.raises(StoreError, match="gone"):
+        fill()
+    assert made == arenas[:1]
+    assert not any("outcore-pages" in thread.name for thread in threading.enumerate())
+
+
+def test_a_failure_to_pin_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pin(arena: HostArena) -> None:
+        raise RuntimeError("no CUDA")
+
+    monkeypatch.setattr(HostArena, "pin", pin)
+    with pytest.raises(RuntimeError, match="no CUDA"), made_ahead([untouched(64)], pin=True):
+        pass

@@ -70,6 +70,23 @@ def stopped_after(
         return train(settings, quiet())
 
 
+def test_the_first_step_is_told_at_once_and_others_one_later(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To know a loss is to wait for it; the first took long, and someone may look for it."""
+    output, told_before = Path(files.settings().output), []
+    take = loop_module.Run._take_step
+
+    def take_step(self: Any) -> Any:
+        told_before.append(len(losses(output)))
+        return take(self)
+
+    monkeypatch.setattr(loop_module.Run, "_take_step", take_step)
+    train(files.settings(max_steps=4), quiet())
+    assert told_before == [0, 1, 1, 2]
+    assert len(losses(output)) == 4
+
+
 def test_a_run_ends_as_a_hugging_face_directory(files: Files) -> None:
     settings = files.settings(max_steps=12, held_out=0.2, eval_every=4, save_every=5)
     result = train(settings, quiet())
