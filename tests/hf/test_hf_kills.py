@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,13 @@ def train(folder: Path) -> Any:
             return run(Trainer, folder, model=gpt2(), **OPTIONS)
 
 
+def started(folder: Path) -> multiprocessing.process.BaseProcess:
+    """Return a run in a process of its own, forked: a new interpreter takes longer than the run."""
+    process = multiprocessing.get_context("fork").Process(target=train, args=(folder,))
+    process.start()
+    return process
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_runs_end_with_the_same_bits(tmp_path: Path, seed: int) -> None:
@@ -43,12 +51,13 @@ def test_killed_runs_end_with_the_same_bits(tmp_path: Path, seed: int) -> None:
     expected = state(whole)
     outcore.release(whole.model)
     draw = random.Random(seed)
-    processes = multiprocessing.get_context("fork")  # a new interpreter takes longer than the run
+    start = time.perf_counter()
+    started(tmp_path / "timed").join()
+    whole_s = time.perf_counter() - start
     num_killed = 0
     for _ in range(8):
-        process = processes.Process(target=train, args=(tmp_path / "killed",))
-        process.start()
-        process.join(draw.uniform(0.1, 1.5))
+        process = started(tmp_path / "killed")
+        process.join(draw.uniform(0.05, 0.4) * whole_s)
         if process.is_alive():
             process.kill()
             num_killed += 1
