@@ -144,6 +144,20 @@ def test_a_stopped_run_keeps_its_reference(files: Files, pairs: Path) -> None:
     assert losses(whole.output) == losses(cut.output)
 
 
+def test_a_reference_whose_last_batch_was_smaller_is_made_again(files: Files, pairs: Path) -> None:
+    quiet = Display(Console(quiet=True))
+    changes: dict[str, object] = {"data": (str(pairs),), "schedule": "constant"}
+    changes |= {"tokens_per_step": 6 * 64, "max_steps": None}
+    whole = files.settings("whole", epochs=6 / 80, **changes)
+    train(whole, quiet)
+    train(files.settings("cut", epochs=4 / 80, save_every=1, **changes), quiet)  # 3 pairs, and 1
+    newest = files.folder / "cut" / "checkpoints" / "step-000000002"
+    newest.rename(newest.with_name("away"))  # as if it had been stopped after step 1
+    cut = files.settings("cut", epochs=6 / 80, resume=True, **changes)
+    train(cut, quiet)
+    assert losses(whole.output) == losses(cut.output)
+
+
 def test_the_reference_of_another_model_is_not_used(files: Files, pairs: Path) -> None:
     """A run that is killed before its end leaves its reference where another may begin."""
     quiet = Display(Console(quiet=True))
