@@ -303,7 +303,8 @@ class Run:
             return
         best_before, self.best = self.best, found.loss
         with contextlib.closing(CheckpointFolder(self.folder.path / BEST, keep=1)) as best:
-            best.give_up_after(self.step)  # a killed run's, which is passed again, otherwise
+            # A killed run's, which is passed again, otherwise; skipped steps are in no number here.
+            best.give_up_after(self.optimizer.num_steps)
             try:
                 run_state.save(best, self.model, self.optimizer, self._values())
             except StoreError as error:
