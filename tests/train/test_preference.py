@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import random
 from pathlib import Path
 
@@ -127,6 +128,13 @@ def test_an_evaluation_that_asks_for_its_reference_goes_on_as_it_was(files: File
         assert not model.training
     assert not engine_of(model).always_defers_logits
     assert model.training
+
+
+def test_a_step_has_both_sequences_of_each_pair(files: Files, pairs: Path) -> None:
+    text = io.StringIO()
+    settings = files.settings(data=(str(pairs),), max_steps=1)  # 256 tokens in sequences of 64
+    train(settings, Display(Console(file=text, width=1000)))
+    assert "1 steps of 4 × 64 tokens" in text.getvalue()
 
 
 def test_a_stopped_run_keeps_its_reference(files: Files, pairs: Path) -> None:
