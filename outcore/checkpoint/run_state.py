@@ -94,15 +94,19 @@ def load(
     optimizer: AdamW,
     *,
     is_checked: bool = False,
+    with_random: bool = True,
 ) -> Resumed | None:
     """Restore the newest checkpoint that is whole; None if there is none.
 
     Everything is checked before anything is changed; ``is_checked``: by ``check`` just now.
+    with_random: the random generators too; ``load_random`` does it later otherwise.
     """
     for directory, manifest in folder.newest(_trust if is_checked else _check):
         places = _places(model, optimizer)
         _check_fits(directory, manifest, places, model, optimizer)
         _restore(directory, manifest, places, model, optimizer)
+        if with_random:
+            _restore_random(directory, manifest)
         return Resumed(step=manifest.step, values=manifest.values["run"])
     return None
 
@@ -115,7 +119,7 @@ def check(folder: CheckpointFolder) -> int | None:
 def load_random(folder: CheckpointFolder) -> None:
     """Restore the random generators alone."""
     for directory, manifest in folder.newest(_trust):
-        restore_random(dict(_random_states(directory, manifest)), manifest.values["random"])
+        _restore_random(directory, manifest)
 
 
 def _places(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
@@ -210,6 +214,9 @@ def _restore(
                 engine.weights_replaced()
     optimizer.resume(manifest.step, manifest.values["optimizer"], manifest.values.get(_STEP_COUNTS))
     optimizer.num_skipped_steps = manifest.values["num_skipped_steps"]
+
+
+def _restore_random(directory: Path, manifest: Manifest) -> None:
     restore_random(dict(_random_states(directory, manifest)), manifest.values["random"])
 
 

@@ -34,6 +34,11 @@ class RunRecord:
         """Return everything that was recorded; waits for the device."""
         return self._recording.spans()
 
+    @property
+    def num_steps(self) -> int:
+        """How many optimizer steps were recorded; those that were skipped leave none."""
+        return len(self._recording.steps_s)
+
     def measurement(self) -> Measurement:
         """Return the last whole step, and the peak bytes so far."""
         steps = self._recording.steps_s

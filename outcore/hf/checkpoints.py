@@ -37,8 +37,14 @@ def save_state(checkpoint: str, model: nn.Module, optimizer: AdamW, scheduler: A
 def load_state(
     checkpoint: str, model: nn.Module, optimizer: AdamW, scheduler: Any, *, is_checked: bool
 ) -> None:
-    """Restore weights, optimizer, scheduler and random generators."""
-    resumed = run_state.load(_folder(checkpoint), model, optimizer, is_checked=is_checked)
+    """Restore weights, optimizer and scheduler.
+
+    Not the random generators: as in transformers, ``load_random`` comes when the data is where it
+    was. What draws the order of an epoch at its start must draw it as it was drawn then.
+    """
+    resumed = run_state.load(
+        _folder(checkpoint), model, optimizer, is_checked=is_checked, with_random=False
+    )
     assert resumed is not None, "asked for by has_state"
     if scheduler is not None:
         scheduler.load_state_dict(from_plain(resumed.values["scheduler"]))

@@ -26,7 +26,6 @@ from outcore.hf.arguments import (
     offload_options,
 )
 from outcore.optim.adamw import AdamW
-from outcore.random_state import preserved
 
 
 class Trainer(transformers.Trainer):  # type: ignore[misc]
@@ -191,8 +190,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         if not checkpoints.has_state(best):
             super()._load_best_model()
             return
-        with preserved(self.args.device):
-            checkpoints.load_state(best, self.model, self._adamw, None, is_checked=False)
+        checkpoints.load_state(best, self.model, self._adamw, None, is_checked=False)
 
 
 def _is_offloaded(model: nn.Module) -> bool:

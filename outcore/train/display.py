@@ -60,9 +60,10 @@ class Display:
 
     def data(self, corpus: Corpus) -> None:
         options, cache = corpus.training.options, corpus.cache
+        sequences = options.batch_size * cache.documents_per_example
         self.message(
             f"data: {cache.num_examples:,} examples of {cache.row_format}, {cache.num_tokens:,} "
-            f"tokens; {corpus.num_steps:,} steps of {options.batch_size} × {options.seq_len:,} "
+            f"tokens; {corpus.num_steps:,} steps of {sequences:,} × {options.seq_len:,} "
             f"tokens ({corpus.training.fill:.0%} filled)"
         )
         pieces = corpus.training.pieces

@@ -192,6 +192,7 @@ class Run:
     def _steps(self, metrics: Metrics, stop: StopRequest) -> None:
         """Take steps until all are done or a stop is asked for."""
         settings, first = self.settings, self.step
+        recorded_from = first + _RECORDED_STEPS[0]
         losses, told = LaggedLoss(), StepTeller(self.display, metrics)
         with self.display.steps(self.step, self.corpus.num_steps), contextlib.ExitStack() as stack:
             record: RunRecord | None = None
@@ -199,11 +200,12 @@ class Run:
                 self._evaluate(metrics, stop)  # the run was asked to stop in the middle of it
                 told.flush(losses)
             while self.step < self.corpus.num_steps and not stop.is_set:
-                if self.step - first == _RECORDED_STEPS[0]:
+                if self.step == recorded_from:
                     record = stack.enter_context(outcore.record(self.model))
                 if self.step - first == _RECORDED_STEPS[1] and record is not None:
                     stack.close()
-                    self._measured(record)
+                    self._measured(record, num_steps=self.step - recorded_from)
+                    record = None
                 try:
                     waited_s, loss = self._take_step()
                 except NonFiniteGradient as error:
@@ -221,13 +223,14 @@ class Run:
                     self.checkpoints.begin(self.step, self._values)
             told.flush(losses)
             self.loss = told.loss
-            is_recorded = self.step - first >= _RECORDED_STEPS[0] + 2
-            if record is not None and self.measurement is None and is_recorded:
-                self._measured(record)
+            if record is not None:
+                self._measured(record, num_steps=self.step - recorded_from)
 
-    def _measured(self, record: RunRecord) -> None:
-        self.measurement = record.measurement()
-        self.display.lanes(self.measurement)
+    def _measured(self, record: RunRecord, *, num_steps: int) -> None:
+        """Keep what was measured, unless a step was skipped: the next would look longer for it."""
+        if 2 <= num_steps == record.num_steps:
+            self.measurement = record.measurement()
+            self.display.lanes(self.measurement)
 
     def _take_step(self) -> tuple[float, Tensor]:
         """Return how long the batch took to come, and the loss."""
@@ -300,7 +303,8 @@ class Run:
             return
         best_before, self.best = self.best, found.loss
         with contextlib.closing(CheckpointFolder(self.folder.path / BEST, keep=1)) as best:
-            best.give_up_after(self.step)  # a killed run's, which is passed again, otherwise
+            # A killed run's, which is passed again, otherwise; skipped steps are in no number here.
+            best.give_up_after(self.optimizer.num_steps)
             try:
                 run_state.save(best, self.model, self.optimizer, self._values())
             except StoreError as error:

@@ -89,10 +89,12 @@ def precomputed(
     identity.pop("next_batch")
     # A run that left no checkpoint may have left its reference, and have been of another model.
     identity["model"] = fingerprint(model, with_trained=True)
-    rows = _read(path, identity, num_batches)
+    width = 2 * batches.options.batch_size
+    # The last batch of a run may be smaller, and is whole in one that goes on for longer.
+    num_rows = (num_batches - 1) * width + len(batches.batch(num_batches - 1)["input_ids"])
+    rows = _read(path, identity, num_rows)
     if rows is None:
         device = engine_of(model).device
-        width = 2 * batches.options.batch_size
         rows = torch.zeros(num_batches, width)
         with evaluating(model):
             for number in range(num_batches):
@@ -100,11 +102,13 @@ def precomputed(
                 batch = {k: v.to(device) for k, v in batches.batch(number).items()}
                 found = sequence_logps(model, batch).cpu()
                 rows[number, : len(found)] = found
-        replace_file(path, save({"logps": rows}, {**identity, "crc32": _checksum(rows)}))
+        said = {**identity, "num_rows": str(num_rows), "crc32": _checksum(rows)}
+        replace_file(path, save({"logps": rows}, said))
     return Precomputed(rows)
 
 
-def _read(path: Path, identity: dict[str, str], num_batches: int) -> Tensor | None:
+def _read(path: Path, identity: dict[str, str], num_rows: int) -> Tensor | None:
+    """Return what is in the file, if it is whole, of these batches, and has that many rows."""
     from safetensors import safe_open
 
     if not path.is_file():
@@ -113,11 +117,12 @@ def _read(path: Path, identity: dict[str, str], num_batches: int) -> Tensor | No
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
         checksum = metadata.pop("crc32", None)
+        num_there = int(metadata.pop("num_rows", 0))
         rows: Tensor = load_file(path)["logps"]
-    except (SafetensorError, KeyError):
+    except (SafetensorError, KeyError, ValueError):
         return None
     is_whole = metadata == identity and checksum == _checksum(rows)
-    return rows if is_whole and len(rows) >= num_batches else None
+    return rows if is_whole and num_there >= num_rows else None
 
 
 def _checksum(rows: Tensor) -> str:

@@ -45,6 +45,7 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
     settings = subject.resolved(settings)
     config = subject.config_of(settings)
     subject.check_rank(settings, config)
+    subject.check_targets(settings, config)
     longest = longest_sequence(config)
     if settings.seq_len is not None and (warning := too_long(settings.seq_len, longest)):
         display.message(warning)

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import outcore
 from outcore.machine import here
 from outcore.model_config import first_line, read_config
 from outcore.model_directory import model_directory
+from outcore.model_spec import model_without_values
 from outcore.named_device import named_device
 from outcore.planning.device_type import computing_on_cpu
 from outcore.planning.plan import Plan
@@ -64,6 +66,27 @@ def check_rank(settings: TrainSettings, config: Any) -> None:
             f"lora_rank={settings.lora_rank} is more than the model's hidden size, "
             f"{hidden_size:,}: such adapters are larger than what they adapt; 16 is usual"
         )
+
+
+def check_targets(settings: TrainSettings, config: Any) -> None:
+    """Refuse a target that no layer has: PEFT leaves it out where another one is found."""
+    adapters = adapters_of(settings)
+    if adapters is None or not settings.lora_targets:
+        return
+    base = model_without_values(config, settings.model)
+    modules = [(n, m) for n, m in base.named_modules() if isinstance(m, (nn.Linear, Conv1D))]
+    linear = {name.rpartition(".")[2] for name, _ in modules}
+    known = f"the model's linear layers are {', '.join(sorted(linear))}"
+    try:
+        peft: Any = import_module("peft")
+        model = peft.get_peft_model(base, adapters, low_cpu_mem_usage=True)  # without values
+    except ValueError as error:  # it finds none at all, or one that takes no adapter
+        raise ValueError(f"lora_targets: {first_line(error)} ({known})") from error
+    found = model.base_model.targeted_module_names
+    # PEFT's own list: of experts that are one tensor it has taken out what it knows as parameters.
+    for target in sorted(model.peft_config["default"].target_modules):
+        if not any(name == target or name.endswith(f".{target}") for name in found):
+            raise ValueError(f"lora_targets has {target!r}, and no layer is called that: {known}")
 
 
 def load_tokenizer(settings: TrainSettings) -> Any:

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from trainer_runs import (
     llama,
     logged,
     lora,
+    rows,
     run,
     state,
 )
@@ -59,6 +61,33 @@ def test_resumes_to_the_same_bits(tmp_path: Path, name: str) -> None:
     whole = run(Trainer, tmp_path, model=gpt2(), **SAVING, **RUNS[name])
     forget_after(3, tmp_path)
     resumed = run(Trainer, tmp_path, model=other_values(), resume=True, **SAVING, **RUNS[name])
+    assert_same_bits(state(resumed), state(whole))
+    assert logged(resumed) == logged(whole)
+
+
+class DrawnAtItsStart(torch.utils.data.Sampler[int]):
+    """As the sampler that groups rows by length: an epoch's order is of the global generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(len(self)).tolist())
+
+    def __len__(self) -> int:
+        return len(rows())
+
+
+class DrawingTrainer(Trainer):
+    def _get_train_sampler(self, *_: Any) -> DrawnAtItsStart:
+        return DrawnAtItsStart()
+
+
+@pytest.mark.parametrize("batch_size", [4, 16], ids=["within an epoch", "at the end of an epoch"])
+def test_an_order_that_is_drawn_when_an_epoch_starts_is_drawn_again(
+    tmp_path: Path, batch_size: int
+) -> None:
+    more = {**SAVING, "per_device_train_batch_size": batch_size}
+    whole = run(DrawingTrainer, tmp_path, model=gpt2(), **more)
+    forget_after(3, tmp_path)
+    resumed = run(DrawingTrainer, tmp_path, model=other_values(), resume=True, **more)
     assert_same_bits(state(resumed), state(whole))
     assert logged(resumed) == logged(whole)
 

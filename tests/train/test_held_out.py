@@ -208,6 +208,27 @@ def test_the_best_checkpoint_becomes_a_model(files: Files, monkeypatch: pytest.M
     assert load_file(Path(alone.output) / "model.safetensors")
 
 
+@pytest.mark.filterwarnings("ignore:step 1 was skipped")
+def test_a_better_one_after_a_skipped_step_takes_the_place_of_a_later_one(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss_of = NextToken.loss
+
+    def loss(self: NextToken, model: Any, batch: Any, number: int) -> Any:
+        is_bad = number == 0 and model.training
+        return loss_of(self, model, batch, number) * (math.nan if is_bad else 1.0)
+
+    monkeypatch.setattr(NextToken, "loss", loss)
+    settings = files.settings(max_steps=3, held_out=0.2, eval_every=1, save_every=1, warmup=0)
+    settings = replace(settings, keep=3, lr=1e-4, on_non_finite="skip", schedule="constant")
+    train(settings, quiet())
+    assert best_steps(settings.output) == [2]  # of the optimizer, whose first step was left out
+    for name in ("step-000000001", "step-000000002"):  # as if killed after the first step
+        shutil.rmtree(Path(settings.output) / "checkpoints" / name)
+    train(replace(settings, resume=True, max_steps=2, lr=1e-2), quiet())
+    assert best_steps(settings.output) == [1]
+
+
 def test_a_better_one_of_an_earlier_step_takes_the_place_of_a_later_one(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path / "best", keep=1)
     folder.commit(8, 0, lambda _: ((), {}))

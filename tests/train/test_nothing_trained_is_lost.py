@@ -52,14 +52,18 @@ def steps_in(settings: TrainSettings) -> list[int]:
     return CheckpointFolder(Path(settings.output) / "checkpoints").steps()
 
 
-@pytest.fixture
-def nan_in_the_fourth_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def put_nan(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
     loss_of = NextToken.loss
 
     def loss(self: NextToken, model: Any, batch: Any, number: int) -> Tensor:
-        return loss_of(self, model, batch, number) * (float("nan") if number == 3 else 1.0)
+        return loss_of(self, model, batch, number) * (float("nan") if number in numbers else 1.0)
 
     monkeypatch.setattr(NextToken, "loss", loss)
+
+
+@pytest.fixture
+def nan_in_the_fourth_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_nan(monkeypatch, 3)
 
 
 @pytest.mark.filterwarnings("ignore:step 4 was skipped")
@@ -77,6 +81,26 @@ def test_a_nan_costs_its_own_step_alone(
     train(replace(settings, resume=True, on_non_finite="skip"), quiet())
     assert same(settings, skipping)
     assert len(read_metrics(Path(settings.output))) == 6
+
+
+@pytest.mark.filterwarnings("ignore:step . was skipped")
+@pytest.mark.parametrize(
+    ("numbers", "max_steps", "is_measured"),
+    [((), 5, True), ((3,), 5, False), ((3, 4), 8, False)],  # the steps 4 to 6 are recorded
+)
+def test_steps_that_are_skipped_while_lanes_are_recorded(
+    files: Files,
+    monkeypatch: pytest.MonkeyPatch,
+    numbers: tuple[int, ...],
+    max_steps: int,
+    is_measured: bool,
+) -> None:
+    put_nan(monkeypatch, *numbers)
+    settings = files.settings(on_non_finite="skip", max_steps=max_steps)
+    result = train(settings, quiet())
+    assert result.is_complete
+    assert (result.measurement is not None) == is_measured
+    assert steps_in(settings) == [max_steps - len(numbers)]
 
 
 def test_the_checkpoint_before_a_nan_takes_no_other_ones_place(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import random
 from pathlib import Path
 
@@ -129,6 +130,13 @@ def test_an_evaluation_that_asks_for_its_reference_goes_on_as_it_was(files: File
     assert model.training
 
 
+def test_a_step_has_both_sequences_of_each_pair(files: Files, pairs: Path) -> None:
+    text = io.StringIO()
+    settings = files.settings(data=(str(pairs),), max_steps=1)  # 256 tokens in sequences of 64
+    train(settings, Display(Console(file=text, width=1000)))
+    assert "1 steps of 4 × 64 tokens" in text.getvalue()
+
+
 def test_a_stopped_run_keeps_its_reference(files: Files, pairs: Path) -> None:
     quiet = Display(Console(quiet=True))
     whole = files.settings("whole", data=(str(pairs),), schedule="constant")
@@ -141,6 +149,20 @@ def test_a_stopped_run_keeps_its_reference(files: Files, pairs: Path) -> None:
         files.settings("cut", data=(str(pairs),), schedule="constant", resume=True), quiet
     )
     assert resumed.is_complete
+    assert losses(whole.output) == losses(cut.output)
+
+
+def test_a_reference_whose_last_batch_was_smaller_is_made_again(files: Files, pairs: Path) -> None:
+    quiet = Display(Console(quiet=True))
+    changes: dict[str, object] = {"data": (str(pairs),), "schedule": "constant"}
+    changes |= {"tokens_per_step": 6 * 64, "max_steps": None}
+    whole = files.settings("whole", epochs=6 / 80, **changes)
+    train(whole, quiet)
+    train(files.settings("cut", epochs=4 / 80, save_every=1, **changes), quiet)  # 3 pairs, and 1
+    newest = files.folder / "cut" / "checkpoints" / "step-000000002"
+    newest.rename(newest.with_name("away"))  # as if it had been stopped after step 1
+    cut = files.settings("cut", epochs=6 / 80, resume=True, **changes)
+    train(cut, quiet)
     assert losses(whole.output) == losses(cut.output)
 
 

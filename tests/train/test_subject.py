@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 from handmade_plans import make_machine
+from rich.console import Console
+from train_files import Files
 
 from outcore.shapes import shape_config
 from outcore.train import subject
+from outcore.train.display import Display
+from outcore.train.run import train
 from outcore.train.settings import TrainSettings
 
 
@@ -27,3 +31,31 @@ def test_the_disk_that_was_named_is_the_one_that_is_measured(
         settings = TrainSettings(model="m", data=("d",), output="o", seq_len=128, disk=disk)
         subject.plan_for(settings, 1, shape_config("smollm2-135m"))
     assert asked == [tmp_path, None]
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_porj"), ("v_porj",), ("input_layernorm",)])
+def test_a_target_that_gets_no_adapter_is_refused_before_anything_is_written(
+    files: Files, targets: tuple[str, ...]
+) -> None:
+    pytest.importorskip("peft", reason="needs peft")
+    settings = files.settings(lora=True, lora_targets=targets)
+    with pytest.raises(ValueError, match=r"lora_targets.* layers are down_proj, .*, v_proj"):
+        train(settings, Display(Console(quiet=True)))
+    assert not Path(settings.output).exists()
+
+
+@pytest.mark.parametrize(
+    "targets", [("model.layers.1.self_attn.q_proj", "lm_head"), ("mlp.up_proj",)]
+)
+def test_targets_may_be_parts_of_names(files: Files, targets: tuple[str, ...]) -> None:
+    pytest.importorskip("peft", reason="needs peft")
+    settings = files.settings(lora=True, lora_targets=targets)
+    subject.check_targets(settings, subject.config_of(settings))
+
+
+def test_experts_that_are_one_tensor_may_be_targets_by_their_old_names() -> None:
+    pytest.importorskip("peft", reason="needs peft")
+    settings = TrainSettings(
+        model="m", data=("d",), output="o", lora=True, lora_targets=("q_proj", "w1", "w2", "w3")
+    )
+    subject.check_targets(settings, shape_config("mixtral-8x7b"))
