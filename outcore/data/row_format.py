@@ -6,7 +6,7 @@ that a format does not have are not looked at.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -27,7 +27,8 @@ _FIELDS: dict[RowFormat, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
-ALL_FIELDS = frozenset(field for fields in _FIELDS.values() for field in fields) | {"input"}
+_MORE_FIELDS = {"input", "system", "history"}  # that a row of some format may have
+ALL_FIELDS = frozenset(field for fields in _FIELDS.values() for field in fields) | _MORE_FIELDS
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _SHAREGPT_ROLES = {
@@ -88,7 +89,8 @@ def example_of(row: Mapping[str, Any], row_format: RowFormat) -> Example:
     if row_format == "messages":
         return _whole_chat(_messages(row["messages"], "messages"))
     if row_format == "sharegpt":
-        return _whole_chat(_sharegpt_messages(row["conversations"]))
+        turns = _sharegpt_messages(row["conversations"])
+        return _whole_chat(_with_system(row.get("system"), turns))
     if row_format == "prompt-completion":
         return _answered(_prompt(row["prompt"]), row["completion"], "completion")
     if row_format == "alpaca":
@@ -157,7 +159,30 @@ def _alpaca_prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
     more = row.get("input")
     if more is not None and text_of(more, "input"):
         text = f"{text}\n\n{more}"
-    return ({"role": "user", "content": text},)
+    asked: Message = {"role": "user", "content": text}
+    return _with_system(row.get("system"), (*_alpaca_history(row.get("history")), asked))
+
+
+def _alpaca_history(value: object) -> Iterator[Message]:
+    """Return the turns before the instruction, of a list of questions with their answers."""
+    for index, pair in enumerate(_list_of(value, "history") if value else ()):
+        field = f"history[{index}]"
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise RowFault(f"{field} must be a list of two texts, a question and its answer")
+        for role, text in zip(("user", "assistant"), pair, strict=True):
+            yield {"role": role, "content": text_of(text, field)}
+
+
+def _with_system(value: object, turns: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return the turns behind what a field of the row tells the system, if anything."""
+    if value is None or not text_of(value, "system"):
+        return turns
+    told: Message = {"role": "system", "content": value}
+    if turns[0] == told:
+        return turns
+    if turns[0]["role"] == "system":
+        raise RowFault("has a system text and another one as its first turn: which one counts?")
+    return (told, *turns)
 
 
 def _messages(value: object, field: str) -> tuple[Message, ...]:
@@ -182,11 +207,14 @@ def _message(value: object, field: str) -> Message:
 
 
 def _sharegpt_messages(value: object) -> tuple[Message, ...]:
-    messages = []
+    messages: list[Message] = []
     for index, turn in enumerate(_list_of(value, "conversations")):
         field = f"conversations[{index}]"
         if not isinstance(turn, dict):
             raise RowFault(f"{field} must be an object with from and value")
+        if turn.get("from") is None and turn.get("role") is not None:  # of the other name's form
+            messages.append(_message(turn, field))
+            continue
         speaker = text_of(turn.get("from"), f"{field}.from")
         if speaker not in _SHAREGPT_ROLES:
             known = ", ".join(_SHAREGPT_ROLES)

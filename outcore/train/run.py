@@ -57,6 +57,11 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
         )
         settings = replace(settings, packing=False)
     tokenizer = subject.load_tokenizer(settings)
+    if tokenizer.eos_token_id is None and not tokenizer.chat_template:
+        display.message(
+            "the tokenizer has neither an end token nor a chat template: a model that is trained "
+            "so does not learn to end what it says"
+        )
     find_sources([*settings.data, *settings.eval_data])  # or a mistyped name leaves a folder behind
     check_apart(settings)
     is_new = not Path(settings.output).exists()

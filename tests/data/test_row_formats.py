@@ -66,6 +66,46 @@ def test_an_alpaca_row_without_input() -> None:
         assert example_of(row, "alpaca") == EXPECTED
 
 
+SYSTEM = {"role": "system", "content": "be good"}
+TURNS = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
+
+
+@pytest.mark.parametrize("told", ["be good", "", None])
+def test_a_system_text_beside_the_turns(told: str | None) -> None:
+    before = (SYSTEM,) if told else ()
+    alpaca = {"instruction": "hi", "output": "hello", "system": told}
+    assert example_of(alpaca, "alpaca") == Chat((*before, USER, ANSWER), len(before) + 1)
+    sharegpt = {"conversations": TURNS, "system": told}
+    assert example_of(sharegpt, "sharegpt") == Chat((*before, USER, ANSWER))
+
+
+def test_a_system_text_that_is_the_first_turn_as_well_counts_once() -> None:
+    turns = [{"from": "system", "value": "be good"}, *TURNS]
+    row = {"conversations": turns, "system": "be good"}
+    assert example_of(row, "sharegpt") == Chat((SYSTEM, USER, ANSWER))
+
+
+@pytest.mark.parametrize("nothing", [[], None])
+def test_an_alpaca_row_with_turns_before_it(nothing: Any) -> None:
+    row = {"instruction": "hi", "output": "hello", "history": [["hi", "hello"], ["hi", "hello"]]}
+    asked = (USER, ANSWER, USER, ANSWER, USER)
+    assert example_of(row, "alpaca") == Chat((*asked, ANSWER), first_counted=5)
+    assert example_of({**row, "history": nothing}, "alpaca") == EXPECTED
+
+
+def test_conversations_of_roles_and_contents() -> None:
+    nulls = {"from": None, "value": None}
+    row = {"conversations": [{**USER}, {**ANSWER, **nulls}]}
+    assert example_of(row, "sharegpt") == Chat((USER, ANSWER))
+
+
+def test_a_cache_has_the_system_text_of_a_file(tmp_path: Path, make_cache: Any) -> None:
+    row = {"conversations": TURNS, "system": "be good"}
+    tokenizer = make_tokenizer(CHATML)
+    cache = make_cache(write_jsonl(tmp_path / "a.jsonl", [row]), using=tokenizer)
+    assert "be good" in texts(cache, tokenizer)[0]
+
+
 @pytest.mark.parametrize("prompt", ["hi", [USER]])
 @pytest.mark.parametrize("answer", ["hello", [ANSWER], [USER, ANSWER]])
 def test_pairs_as_text_or_as_messages(prompt: Any, answer: Any) -> None:
@@ -73,7 +113,6 @@ def test_pairs_as_text_or_as_messages(prompt: Any, answer: Any) -> None:
     assert example_of(row, "preference") == Pair(EXPECTED, EXPECTED)
 
 
-SYSTEM = {"role": "system", "content": "be good"}
 OTHER = {"role": "assistant", "content": "go away"}
 
 
@@ -117,6 +156,23 @@ BAD = {
         "surrogate",
     ),
     "unknown speaker": ({"conversations": [{"from": "dog", "value": "wau"}]}, "from is 'dog'"),
+    "two system texts": (
+        {"conversations": [{"from": "system", "value": "a"}, *TURNS], "system": "b"},
+        "another one as its first turn",
+    ),
+    "a system that is no text": ({"conversations": TURNS, "system": 7}, "system must be text"),
+    "a history of texts": (
+        {"instruction": "hi", "output": "hello", "history": ["hi"]},
+        r"history\[0\] must be a list of two",
+    ),
+    "a history that is no list": (
+        {"instruction": "hi", "output": "hello", "history": "hi"},
+        "history must be a list",
+    ),
+    "an unknown role in conversations": (
+        {"conversations": [{"role": "dog", "content": "wau"}]},
+        "role is 'dog'",
+    ),
     "no value": ({"conversations": [{"from": "gpt"}]}, r"conversations\[0\]\.value"),
     "chosen without an answer": (
         {"prompt": "hi", "chosen": [USER], "rejected": "a"},

@@ -463,3 +463,19 @@ def test_metrics_are_lines_of_json(files: Files) -> None:
         values = json.loads(line)
         assert values["step"] == number
         assert {"loss", "grad_norm", "lr", "tokens_per_s", "tflops"} <= values.keys()
+
+
+@pytest.mark.parametrize("has_end", [True, False])
+def test_a_tokenizer_that_ends_nothing_is_told(
+    files: Files, tmp_path: Path, *, has_end: bool
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(files.model)
+    tokenizer.chat_template = None
+    if not has_end:
+        tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    console = Console(file=io.StringIO(), width=160)
+    settings = files.settings(max_steps=1, tokenizer=str(tmp_path / "tokenizer"))
+    train(settings, Display(console))
+    told = "neither an end token nor a chat template" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert told is not has_end
