@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 
-from outcore.adapters import with_adapters
+from outcore.adapters import with_adapters_on_meta
 from outcore.attention_spec import Attention, attention_of
 from outcore.blocks import Part, end_module, find_parts, runs_as_block
 from outcore.kernels.packed_format import packed_format
@@ -192,7 +192,7 @@ def model_spec(
     check_layers(config)
     model = model_without_values(config, name)
     if adapters is not None:
-        model = with_adapters(model, adapters)
+        model = with_adapters_on_meta(model, adapters)
     return spec_of_model(model, name=name)
 
 
