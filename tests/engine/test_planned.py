@@ -15,6 +15,7 @@ import outcore
 from outcore.machine import machine_named
 from outcore.machine.machine import Machine
 from outcore.planning.plan import BlockPlan, Budgets, Job, Plan, Prediction, Span
+from outcore.shapes import shape_config
 
 PREDICTION = Prediction(
     step_s=1.0,
@@ -105,6 +106,25 @@ def test_a_run_is_recorded_beside_its_plan(tmp_path: Path) -> None:
     run.write_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == len(run.spans()) + 1  # the predicted one
+    outcore.release(model)
+
+
+def test_what_a_refusal_of_offload_names_can_be_given_to_offload(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("outcore.engine.options.here", lambda **_: machine_named("h200-pcie5"))
+    step: dict[str, Any] = {"device": "cpu", "tokens": 4096, "seq_len": 2048}
+    step |= {"device_memory": "24GiB", "host_memory": "100GiB"}
+    with pytest.raises(outcore.DoesNotFit) as caught:
+        outcore.from_config(shape_config("qwen2.5-7b"), **step)
+    message = str(caught.value)
+    assert 'state_format="compact" and dtype="bf16"' in message
+    assert 'clipping="two-pass"' in message
+    assert message.endswith("For clipping, give plan=outcore.plan(..., clipping=...).")
+    small = {"device": "cpu", "tokens": 32, "seq_len": 8, "device_memory": "256MiB"}
+    model = BY_NAME["llama"].make().train()
+    model = outcore.offload(model, **small, state_format="compact", dtype="bf16")
+    assert outcore.engine_of(model).options.dtype is torch.bfloat16
     outcore.release(model)
 
 
