@@ -141,7 +141,7 @@ def plan_command(
         typer.Option(
             metavar="WHAT",
             rich_help_panel=_JOB,
-            help="speed: the fastest plan; memory: the one that needs the least.",
+            help="speed: the fastest plan; memory: the least device memory at up to 10% more time.",
         ),
     ] = Objective.speed,
     no_clipping: Annotated[
