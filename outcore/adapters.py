@@ -22,9 +22,7 @@ _IN_MEMORY = (
 
 def with_adapters(base: nn.Module, adapters: Any) -> nn.Module:
     """Return ``base``, which may be on meta, with the adapters of a ``peft.LoraConfig``."""
-    peft = _peft()
-    if not isinstance(adapters, peft.LoraConfig):
-        raise TypeError(f"adapters must be a peft.LoraConfig, not {type(adapters).__name__}")
+    peft = _peft_for(adapters)
     stand_ins: dict[int, nn.Parameter] = {}
     meta = {id(p): p for p in base.parameters() if p.is_meta}
     if meta:
@@ -48,11 +46,24 @@ def with_adapters(base: nn.Module, adapters: Any) -> nn.Module:
     return model
 
 
-def _peft() -> Any:
+def with_adapters_on_meta(base: nn.Module, adapters: Any) -> nn.Module:
+    """Return ``base``, which is on meta, with adapters that have no values either.
+
+    For a plan: those of a model with many experts are gigabytes.
+    """
+    peft = _peft_for(adapters)
+    _check_blind(adapters)
+    model: nn.Module = peft.get_peft_model(base, adapters, low_cpu_mem_usage=True)
+    return model
+
+
+def _peft_for(adapters: Any) -> Any:
     try:
         import peft
     except ImportError:
         raise ImportError("adapters need the package peft: pip install peft") from None
+    if not isinstance(adapters, peft.LoraConfig):
+        raise TypeError(f"adapters must be a peft.LoraConfig, not {type(adapters).__name__}")
     return peft
 
 

@@ -49,6 +49,8 @@ class Attention:
         """Return what attention saves for each token because of its mask, or of its scores."""
         has_mask = self.mask_bytes(seq_len, dtype, is_masked=is_masked) > 0
         num_scores = self._num_scores(is_compiled=is_compiled)
+        if num_scores and not self.crosses and not is_compiled and dtype == "bf16":
+            num_scores += 2  # the softmax is in fp32, and what it gives is cast
         elements = num_scores * self.num_heads * seq_len
         if has_mask and not is_compiled:  # compiled, both are made again from what is there
             elements += self.repeated_width

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 
-from outcore.adapters import with_adapters
+from outcore.adapters import with_adapters_on_meta
 from outcore.attention_spec import Attention, attention_of
 from outcore.blocks import Part, end_module, find_parts, runs_as_block
 from outcore.kernels.packed_format import packed_format
@@ -51,7 +51,9 @@ class BlockSpec:
     kept_elements_per_token: float  # what autograd saves, without weights and the input; compiled
     kept_statistics_per_token: int  # fp32 values beside them: log-sum-exp, norms
     widest_elements_per_token: float  # the widest layer's output: gradients come in this size
-    eager_elements_per_token: float = 0.0  # saved more where nothing is compiled
+    # Saved more where nothing is compiled: by type, since norms of bf16 save in fp32.
+    eager_fp32_elements_per_token: float = 0.0
+    eager_bf16_elements_per_token: float = 0.0
     frozen_matrices: tuple[torch.Size, ...] = ()  # those that frozen_weights applies to
     # Elements of routers and stacks of experts' matrices that PEFT adds adapters to, in a copy.
     adapted_stacks: tuple[int, ...] = ()
@@ -88,7 +90,12 @@ class BlockSpec:
     def kept_bytes_per_token(self, dtype: str, *, is_compiled: bool = True) -> float:
         """Return the activations of a kept block, without its input, masks and scores."""
         elements = self.kept_elements_per_token
-        elements += 0.0 if is_compiled else self.eager_elements_per_token
+        if not is_compiled:
+            in_fp32, in_bf16 = (
+                self.eager_fp32_elements_per_token,
+                self.eager_bf16_elements_per_token,
+            )
+            elements += in_bf16 if dtype == "bf16" else in_fp32
         return elements * BYTES_OF[dtype] + 4 * self.kept_statistics_per_token
 
     def gradient_bytes_per_token(self, dtype: str, *, is_compiled: bool) -> float:
@@ -185,7 +192,7 @@ def model_spec(
     check_layers(config)
     model = model_without_values(config, name)
     if adapters is not None:
-        model = with_adapters(model, adapters)
+        model = with_adapters_on_meta(model, adapters)
     return spec_of_model(model, name=name)
 
 
@@ -318,7 +325,6 @@ def _block_spec(part: Part, text: Any, index: int) -> BlockSpec:
     crosses = bool(getattr(text, "is_encoder_decoder", False)) and is_decoder
     attention = attention_of(text, index, is_decoder=is_decoder, crosses=crosses)
     saved = saved_elements(part.module, text, share)
-    eager = eager_elements(part.module, text, share)
     num_norms = sum(is_norm(m) for m in part.module.modules())
     num_heads = 0 if attention is None else attention.num_heads * (2 if crosses else 1)
     hidden = int(text.hidden_size)
@@ -337,7 +343,8 @@ def _block_spec(part: Part, text: Any, index: int) -> BlockSpec:
         kept_elements_per_token=sum(saved),
         kept_statistics_per_token=num_heads + num_norms,
         widest_elements_per_token=max([hidden, *saved]),
-        eager_elements_per_token=eager,
+        eager_fp32_elements_per_token=eager_elements(part.module, text, share, torch.float32),
+        eager_bf16_elements_per_token=eager_elements(part.module, text, share, torch.bfloat16),
         frozen_matrices=tuple(
             p.shape for name, p in part.parameters.items() if is_packable(name, p)
         ),

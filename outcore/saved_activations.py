@@ -8,15 +8,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-# By a module's class, settings, what of it is trained, and width: a model has the same few in
-# every block.
-_found_inside: dict[tuple[type[nn.Module], str, tuple[bool, ...], int], float] = {}
 _EXPERT_SIZES = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Inside:
+    """What a small module saves for each element, beside input, output and parameters."""
+
+    elements: float  # of the type that it was given
+    copies_input: bool  # saves its input in a wider type, and not the input itself
+
+
+# By a module's class, settings, what of it is trained, width and type: a model has the same few in
+# every block.
+_Key = tuple[type[nn.Module], str, tuple[bool, ...], int, torch.dtype]
+_found_inside: dict[_Key, _Inside] = {}
 
 
 def saved_elements(block: nn.Module, text: Any, share: float) -> list[float]:
@@ -74,8 +86,8 @@ def _expert_elements(module: nn.Module, text: Any, share: float) -> list[float]:
     return [num_visited * n for n in (hidden, 2 * size, size, hidden)]
 
 
-def eager_elements(block: nn.Module, text: Any, share: float) -> float:
-    """Return what is saved more where nothing is compiled.
+def eager_elements(block: nn.Module, text: Any, share: float, dtype: torch.dtype) -> float:
+    """Return what is saved more where nothing is compiled, in elements of ``dtype``.
 
     Inside norms, activations and dropouts: what these save of a row beside its input and output.
     In a gated layer also the activation's output, which is multiplied by the gate. Of the norms,
@@ -97,12 +109,15 @@ def eager_elements(block: nn.Module, text: Any, share: float) -> float:
                 numel = next(child.parameters()).numel()
                 # A norm of single heads follows the product of its name: q_norm after q_proj.
                 outs = [out for of, _, out in linears if f"{of[0]}_norm" == name]
-                total += max([numel, *outs]) * _saved_inside(child, numel)
+                inside = _saved_inside(child, numel, dtype)
                 num_norms += numel == hidden and not outs
+                is_first = num_norms == 1 and not outs  # its input is there in any case
+                is_let_go = inside.copies_input and not is_first
+                total += max([numel, *outs]) * (inside.elements - is_let_go)
             elif isinstance(child, nn.Dropout):
-                total += hidden * _saved_inside(child, 1)
+                total += hidden * _saved_inside(child, 1, dtype).elements
             elif inner and next(child.parameters(), None) is None:
-                total += inner * (_saved_inside(child, 1) + is_gated)
+                total += inner * (_saved_inside(child, 1, dtype).elements + is_gated)
     return total + max(0, num_norms - 2) * hidden
 
 
@@ -129,19 +144,18 @@ def _is_gated(linears: list[tuple[str, int, int]]) -> bool:
     return len(linears) > 1 and sum(out for _, _, out in linears[:-1]) > linears[-1][1]
 
 
-def _saved_inside(module: nn.Module, width: int) -> float:
-    """Return what a small module saves for each element, beside input, output and parameters."""
+def _saved_inside(module: nn.Module, width: int, dtype: torch.dtype) -> _Inside:
     # A frozen weight needs no gradient, and so not what it is multiplied with.
     is_trained = tuple(parameter.requires_grad for parameter in module.parameters())
-    key = (type(module), repr(module), is_trained, width)
+    key = (type(module), repr(module), is_trained, width, dtype)
     if key not in _found_inside:
-        _found_inside[key] = _look_inside(module, width)
+        _found_inside[key] = _look_inside(module, width, dtype)
     return _found_inside[key]
 
 
-def _look_inside(module: nn.Module, width: int) -> float:
-    module = copy.deepcopy(module).to("meta", torch.float32).train()
-    x = torch.empty((1, 2, width), device="meta", dtype=torch.float32, requires_grad=True)
+def _look_inside(module: nn.Module, width: int, dtype: torch.dtype) -> _Inside:
+    module = copy.deepcopy(module).to("meta", dtype).train()
+    x = torch.empty((1, 2, width), device="meta", dtype=dtype, requires_grad=True)
     saved: dict[int, Tensor] = {}
 
     def see(tensor: Tensor) -> Tensor:
@@ -152,11 +166,17 @@ def _look_inside(module: nn.Module, width: int) -> float:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(see, lambda t: t):
             output = module(x)
     except Exception:  # any code of a model's; one that wants more than its input is no plain layer
-        return 1.0
+        return _Inside(elements=1.0, copies_input=False)
+    saves_input = x.untyped_storage()._cdata in saved
     for known in (x, output, *module.parameters()):
         saved.pop(known.untyped_storage()._cdata, None)
     rows = [t for t in saved.values() if t.numel() >= 2]  # not scalars, nor a weight plus one
-    return sum(t.numel() for t in rows if t.shape[:2] == x.shape[:2]) / x.numel()
+    rows = [t for t in rows if t.shape[:2] == x.shape[:2]]
+    is_wider = any(t.shape == x.shape and t.dtype.itemsize > dtype.itemsize for t in rows)
+    return _Inside(
+        elements=sum(t.nbytes for t in rows) / x.nbytes,
+        copies_input=is_wider and not saves_input,
+    )
 
 
 def is_norm(module: nn.Module) -> bool:

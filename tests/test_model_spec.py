@@ -13,9 +13,10 @@ from hub_cache import link_snapshot, offline_cache, put_snapshot, remembered_dow
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
+from outcore.adapters import with_adapters
 from outcore.attention_spec import Attention
 from outcore.blocks import find_parts
-from outcore.model_spec import model_spec, spec_of_model
+from outcore.model_spec import model_spec, model_without_values, spec_of_model
 from outcore.shapes import shape_config, shape_dict
 from outcore.store.spans import SpanLayout
 
@@ -249,3 +250,24 @@ def test_a_config_that_makes_no_model_says_what_is_wrong(
 def test_the_longest_sequence_is_known_where_the_config_has_it() -> None:
     assert model_spec("smollm2-135m").longest_sequence == 8192
     assert model_spec(BY_NAME["t5"].config()).longest_sequence is None
+
+
+def test_a_spec_with_adapters_takes_no_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of DeepSeek-V3 those of rank 16 are 28 GiB; yet the numbers are those of real ones."""
+    peft = pytest.importorskip("peft")
+    seen: list[Any] = []
+
+    def watched(model: Any, *, name: str | None = None) -> Any:
+        seen.append(model)
+        return spec_of_model(model, name=name)
+
+    monkeypatch.setattr("outcore.model_spec.spec_of_model", watched)
+    for name in ("llama", "mixtral"):
+        config = config_of(name)
+        config.architectures = None
+        adapters = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        spec = model_spec(config, adapters=adapters)
+        assert all(parameter.is_meta for parameter in seen[-1].parameters())
+        real = with_adapters(model_without_values(config, name), adapters)
+        assert not any(p.is_meta for n, p in real.named_parameters() if "lora_" in n)
+        assert spec_of_model(real, name=spec.name) == spec

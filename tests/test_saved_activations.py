@@ -27,19 +27,25 @@ ROUGH = [
 ]  # fmt: skip
 
 
-def predicted_and_saved(name: str, attention: str) -> tuple[float, int]:
+def predicted_and_saved(name: str, attention: str, dtype: str = "fp32") -> tuple[float, int]:
     """Return the bytes of the largest block of one batch."""
     family = BY_NAME[name]
     model = family.make().train()
     model.set_attn_implementation(attention)
     ids = torch.randint(3, 90, (2, 48))
     predicted = max(
-        block.kept_bytes_per_token("fp32", is_compiled=False)
-        + block.attention.kept_bytes(48, "fp32", is_masked=False, is_compiled=False)
+        block.kept_bytes_per_token(dtype, is_compiled=False)
+        + block.attention.kept_bytes(48, dtype, is_masked=False, is_compiled=False)
         for block in spec_of_model(model).blocks
         if block.attention is not None
     )
-    model = outcore.offload(model, device="cpu", activations="recompute", micro_batch=2)
+    model = outcore.offload(
+        model,
+        device="cpu",
+        activations="recompute",
+        micro_batch=2,
+        dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
+    )
     outcore.AdamW(model, lr=1e-3)
     model(input_ids=ids, labels=ids, **family.extra).loss.backward()
     saved = outcore.engine_of(model).policy.largest_bytes()
@@ -57,6 +63,13 @@ def test_families_that_are_counted_exactly(name: str, attention: str) -> None:
 def test_families_that_are_counted_roughly(name: str, attention: str) -> None:
     predicted, saved = predicted_and_saved(name, attention)
     assert 0.96 * saved <= predicted <= 1.2 * saved
+
+
+@pytest.mark.parametrize(("name", "attention"), EXACT)
+def test_in_bf16_norms_and_scores_save_fp32(name: str, attention: str) -> None:
+    """In which compact and minimal state are computed with on a CPU."""
+    predicted, saved = predicted_and_saved(name, attention, "bf16")
+    assert 0.97 * saved <= predicted <= 1.06 * saved
 
 
 def test_a_frozen_model_that_was_looked_at_before_changes_nothing() -> None:

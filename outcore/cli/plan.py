@@ -141,7 +141,7 @@ def plan_command(
         typer.Option(
             metavar="WHAT",
             rich_help_panel=_JOB,
-            help="speed: the fastest plan; memory: the one that needs the least.",
+            help="speed: the fastest plan; memory: the least device memory at up to 10% more time.",
         ),
     ] = Objective.speed,
     no_clipping: Annotated[
@@ -295,8 +295,13 @@ def plan_command(
             ),
             longest_sequence=spec.longest_sequence,
         )
+    # First: a reader of the table may leave before its end (| head).
+    write_files(answer, None if json_file == "-" else json_file, html_file)
     show(answer, console)
-    write_files(answer, json_file, html_file, console)
+    if json_file == "-":
+        write_files(answer, json_file, None)
+    if html_file is not None:
+        console.print(f"[dim]the page: {escape(html_file)}[/]")
 
 
 def _find_model(source: str, lora_rank: int | None) -> ModelSpec:

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 
 from outcore.cli.report import write_json, write_text
 from outcore.planning.plan import Plan
@@ -48,9 +47,7 @@ def show(answer: Answer, console: Console) -> None:
         console.print(f"[yellow]{warning[0].upper()}{warning[1:]}.[/]")
 
 
-def write_files(
-    answer: Answer, json_file: str | None, html_file: str | None, console: Console
-) -> None:
+def write_files(answer: Answer, json_file: str | None, html_file: str | None) -> None:
     """Write the files that were asked for."""
     from outcore.planning.page import plan_page
 
@@ -64,7 +61,6 @@ def write_files(
             comparison=answer.comparison,
         )
         write_text(page, html_file)
-        console.print(f"[dim]the page: {escape(html_file)}[/]")
 
 
 def _values(answer: Answer) -> dict[str, Any]:

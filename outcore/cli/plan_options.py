@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def budgets(device: str | None, host: str | None, disk: str | None, machine: str
             raise typer.BadParameter(
                 f"{disk!r} is not PATH:SIZE; write for example /scratch:500GiB", param_hint="--disk"
             )
+        disk_path = expanduser(disk_path)  # of --disk=~/scratch, which shells leave alone
         if machine == HERE and not Path(disk_path).is_dir():
             raise typer.BadParameter(f"{disk_path} is no directory", param_hint="--disk")
         disk_bytes = _size(size, "--disk")

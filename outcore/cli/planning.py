@@ -31,7 +31,7 @@ def lora_spec(source: str, rank: int) -> ModelSpec:
         from peft import LoraConfig
     except ImportError:
         raise ValueError("--lora needs the package peft: pip install peft") from None
-    if rank > _USUAL_RANK:  # adapters are made in host memory, which so many could fill
+    if rank > _USUAL_RANK:
         hidden_size = model_spec.model_spec(source).hidden_size
         if rank > hidden_size:
             raise ValueError(

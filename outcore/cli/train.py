@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -270,16 +271,19 @@ def _train(console: Console, settings: TrainSettings) -> TrainResult:
     try:
         return train(settings, display_for(console, log_every=settings.log_every))
     except DoesNotFit as error:
-        stop(_as_options(error.command_line))
+        stop(_as_options(error.command_line, settings.dtype))
     except BadRow as error:
         stop(f"{error}; --skip-bad-rows leaves such rows out")
     except (OutcoreError, ValueError) as error:
         stop(str(error))
 
 
-def _as_options(of_plan: str) -> str:
+def _as_options(of_plan: str, dtype: str | None) -> str:
     """Return what `outcore plan` would be told in the words of this command."""
-    return of_plan.replace("--tokens ", "--tokens-per-step ").replace("--state ", "--state-format ")
+    # That picks the type for a format of state; here it may have been given.
+    with_dtype = r"\1 --dtype bf16" if dtype == "fp32" else r"\1"
+    words = re.sub(r"--state (\w+)", rf"--state-format {with_dtype}", of_plan)
+    return words.replace("--tokens ", "--tokens-per-step ")
 
 
 def _tell(console: Console, result: TrainResult) -> None:

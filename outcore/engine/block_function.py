@@ -130,7 +130,7 @@ class BlockFunction(torch.autograd.Function):
                 inputs = call.slices(tensors, bounds)
                 with (
                     torch.enable_grad(),
-                    block.saving(inputs, call.batches, tensors, keep=keep),
+                    block.saving(inputs, call.batches, bounds, tensors, keep=keep),
                     _explaining_writes(block),
                 ):
                     outputs = call.run(weights, inputs)

@@ -39,6 +39,12 @@ class MicroBatches:
     def is_split(self) -> bool:
         return len(self.bounds) > 1
 
+    @property
+    def is_even(self) -> bool:
+        """Whether the last micro-batch is as large as the others."""
+        (first, to_first), (last, to_last) = self.bounds[0], self.bounds[-1]
+        return to_first - first == to_last - last
+
     def whole(self) -> None:
         """Give up splitting this call."""
         self.bounds = [(0, self.batch)]

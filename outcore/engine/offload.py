@@ -28,6 +28,7 @@ from outcore.engine.options import (
     check_budgets,
     check_options,
     computes_on_cuda,
+    named_dtypes,
     plan_here,
     planned,
 )
@@ -68,8 +69,8 @@ def offload(
     weights: Choice | None = None,
     state: Choice | None = None,
     activations: Choice | None = None,
-    dtype: torch.dtype | None = None,
-    gradient_dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
+    gradient_dtype: torch.dtype | str | None = None,
     state_format: str = "fp32",
     frozen_weights: str | None = None,
     num_slots: int = 3,
@@ -92,8 +93,8 @@ def offload(
         host), or "auto": keep as many blocks as the device budget allows.
         Each of these three also takes a list with one entry for each block. Once one of them is
         given, the others default to "host", "host" and "auto".
-    dtype: bfloat16 computes in bf16 with an fp32 master; float32 is fp32 throughout. None:
-        bfloat16 on a GPU, float32 on the CPU.
+    dtype: bfloat16 computes in bf16 with an fp32 master; float32 is fp32 throughout; "bf16"
+        and "fp32" name them too. None: bfloat16 on a GPU, float32 on the CPU.
     gradient_dtype: the type in which gradients leave the device; None: the same as dtype.
     state_format: "fp32" is exact, 12 bytes a parameter with its bf16 weight; "compact" (8-bit
         moments, 24-bit master) takes 5, "minimal" (8-bit moments, bf16 weights) 4; both round
@@ -160,7 +161,7 @@ def resolve_options(
     unknown = set(given) - set(defaults)
     if unknown:
         raise TypeError(f"unknown options: {', '.join(sorted(unknown))}")
-    options = {**defaults, **given}
+    options = named_dtypes({**defaults, **given})
     check_budgets(options)
     chosen = given_plan(plan)
     if (tokens is None) != (seq_len is None):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from outcore.errors import DoesNotFit
 from outcore.kernels.packed_format import PackedFormat, packed_format
 from outcore.machine import here
 from outcore.optim.state_format import StateFormat
@@ -22,6 +23,7 @@ from outcore.units import parse_budget, parse_bytes
 
 _HOMES = ("device", "host", "disk")
 _ACTIVATIONS = ("keep", "recompute", "offload")
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 Choice = str | Sequence[str]
 """One for all blocks, or one for each."""
@@ -81,19 +83,24 @@ def plan_here(subject: Any, options: dict[str, Any], tokens: int, seq_len: int) 
     machine = here(disk=disk, progress=_announce_probe)
     if device.type == "cpu":
         machine = computing_on_cpu(machine)
-    return make_plan(
-        subject,
-        tokens=tokens,
-        seq_len=seq_len,
-        machine=machine,
-        device_memory=options["device_memory"],
-        host_memory=options["host_memory"],
-        disk=options["disk"],
-        dtype=options["dtype"],
-        state_format=options["state_format"],
-        frozen_weights=options["frozen_weights"],
-        micro_batch=options["micro_batch"],
-    )
+    try:
+        return make_plan(
+            subject,
+            tokens=tokens,
+            seq_len=seq_len,
+            machine=machine,
+            device_memory=options["device_memory"],
+            host_memory=options["host_memory"],
+            disk=options["disk"],
+            dtype=options["dtype"],
+            state_format=options["state_format"],
+            frozen_weights=options["frozen_weights"],
+            micro_batch=options["micro_batch"],
+        )
+    except DoesNotFit as error:
+        if "clipping=" in str(error):  # an argument that only plans have
+            error.args = (f"{error} For clipping, give plan=outcore.plan(..., clipping=...).",)
+        raise
 
 
 def _announce_probe(step: str, number: int, num_steps: int) -> None:
@@ -113,6 +120,13 @@ def check_budgets(options: dict[str, Any]) -> None:
             parse_budget(options[name], what=name)
 
 
+def named_dtypes(options: dict[str, Any]) -> dict[str, Any]:
+    """Return ``options`` with torch's types for the names that a plan has for them."""
+    named = {name: options[name] for name in ("dtype", "gradient_dtype")}
+    found = {n: _DTYPES.get(of, of) for n, of in named.items() if isinstance(of, str)}
+    return {**options, **found}
+
+
 def planned(plan: Plan, options: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``offload`` that carry out ``plan``, over ``options``."""
     for name in PLANNED:
@@ -122,7 +136,7 @@ def planned(plan: Plan, options: dict[str, Any], defaults: dict[str, Any]) -> di
         if options[name] != defaults[name] and not is_plans:
             raise ValueError(f"{name} is the plan's to decide: leave it out, or make another plan")
     budgets = plan.job.budgets
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[plan.job.dtype]
+    dtype = _DTYPES[plan.job.dtype]
     if options["dtype"] not in (None, dtype):
         raise ValueError(f"the plan is for dtype {dtype}, not {options['dtype']}")
     return {

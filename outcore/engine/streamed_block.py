@@ -60,6 +60,7 @@ class StreamedBlock:
         self._body = BlockBody(module)
         self.buffers = BlockBuffers(module)
         self._flat: Tensor | None = None  # the weights on the device, while they are acquired
+        self._first_bytes = 0  # what the first micro-batch saved, while the size is learnt
 
     @property
     def body(self) -> BlockBody:
@@ -129,11 +130,15 @@ class StreamedBlock:
         self,
         inputs: Sequence[Tensor],
         batches: MicroBatches,
+        bounds: tuple[int, int],
         tensors: Sequence[Tensor],
         *,
         keep: bool,
     ) -> Iterator[None]:
-        """Watch what the block saves: to keep it without its weights, or to learn its size once."""
+        """Watch what the block saves: to keep it without its weights, or to learn its size once.
+
+        The size is that of the first micro-batch for each, but for a last one that is smaller.
+        """
         policy, signature = self._services.policy, _signature(tensors, batches)
         measure = self._position is not None and not policy.is_measured(signature)
         if not (keep or measure):
@@ -150,7 +155,13 @@ class StreamedBlock:
         ):
             yield
         if count is not None:
-            policy.measured(signature, count.num_bytes * len(batches.bounds))
+            if bounds == batches.bounds[0]:
+                self._first_bytes = count.num_bytes
+            if batches.is_even:
+                policy.measured(signature, self._first_bytes * len(batches.bounds))
+            elif bounds == batches.bounds[-1]:
+                before = self._first_bytes * (len(batches.bounds) - 1)
+                policy.measured(signature, before + count.num_bytes)
 
     def accumulator(self) -> Accumulator | None:
         """Return where the block's weight gradients add up; None if it has no trainable ones."""

@@ -92,6 +92,8 @@ class Changes:
                 more = replace(changed, tokens=middle * changed.seq_len)
                 low, high = (middle, high) if self._fits(more) else (low, middle - 1)
             changed = replace(changed, tokens=low * changed.seq_len)
+            if changed.micro_batch is not None:  # no more at a time than there are
+                changed = replace(changed, micro_batch=min(changed.micro_batch, low))
         if changed.budgets.disk_bytes is None and self._job.budgets.disk_bytes == 0:
             rows, limits = self._needed(changed), self._limits(changed)
             disk = rows[(rows <= limits).all(axis=1), TIERS.index("disk")]

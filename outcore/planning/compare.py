@@ -221,15 +221,19 @@ def verdict_sentences(comparison: Comparison) -> list[str]:
         sentences.append(
             f"Offloading is the wrong tool for this: {format_duration(offload.seconds)} is more "
             f"than {limit_days:g} days. So many tokens are large-scale pre-training; "
-            f"{_instead(resident, limit_days)}."
+            f"{_instead(resident, comparison.assumptions)}."
         )
     return sentences
 
 
-def _instead(resident: Way | None, limit_days: float) -> str:
+def _instead(resident: Way | None, assume: Assumptions) -> str:
     if resident is None:
         return "it needs GPUs with more memory, and many of them"
-    enough = max(resident.num_gpus, math.ceil(resident.num_gpus * resident.days / limit_days))
+    limit_days = assume.wrong_tool_days
+    enough = math.ceil(resident.num_gpus * resident.days / limit_days)
+    if enough > resident.num_gpus == 1:  # several are not as fast each as the lone one
+        enough = math.ceil(resident.days / limit_days / assume.sharded_efficiency)
+    enough = max(resident.num_gpus, enough)
     return f"{_gpus(enough)} that hold the model would end within {limit_days:g} days"
 
 

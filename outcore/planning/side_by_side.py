@@ -13,12 +13,16 @@ from typing import Literal
 from rich.markup import escape
 
 from outcore.fitting_table import FittingTable
-from outcore.planning.plan import LANES, Plan, Span
+from outcore.planning.plan import CHECKPOINT_STAGING, LANES, Plan, Span
 from outcore.planning.words import TIERS, printable
 from outcore.units import format_bytes
 
 STEP_TOLERANCE = 0.10
 BYTES_TOLERANCE = 0.05
+_OF_HOSTS = (
+    "disk staging",
+    CHECKPOINT_STAGING,
+)  # what no device holds but one that is the host too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,16 +104,27 @@ def side_by_side(plan: Plan, measured: Measurement) -> list[Row]:
         before, after = predicted.busy_s.get(lane, 0.0), measured_busy_s.get(lane, 0.0)
         if before > 0 or after > 0:
             rows.append(Row(what=f"{lane} busy", unit="s", predicted=before, measured=after))
+    return [*rows, *_memory_rows(plan, measured)]
+
+
+def _memory_rows(plan: Plan, measured: Measurement) -> list[Row]:
+    """Return the tiers' rows; device and host are one where the plan counts both as the device."""
+    measured_bytes = dict(measured.peak_bytes)
+    names = {tier: f"{tier} peak" for tier in TIERS}
+    if any(purpose in plan.peak_bytes.get("device", {}) for purpose in _OF_HOSTS):
+        measured_bytes["device"] = measured_bytes.get("device", 0) + measured_bytes.pop("host", 0)
+        names["device"] = "device and host peak"
+    rows = []
     for tier in TIERS:
-        if tier in measured.peak_bytes:
+        if tier in measured_bytes:
             unseen = measured.unseen if tier == "device" else ()
             purposes = plan.peak_bytes.get(tier, {})
             rows.append(
                 Row(
-                    what=" without ".join([f"{tier} peak", *unseen]),
+                    what=" without ".join([names[tier], *unseen]),
                     unit="bytes",
                     predicted=sum(n for what, n in purposes.items() if what not in unseen),
-                    measured=measured.peak_bytes[tier],
+                    measured=measured_bytes[tier],
                     tolerance=BYTES_TOLERANCE,
                 )
             )

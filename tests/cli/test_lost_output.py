@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from outcore.planning.plan_json import read_plan
+
 ROOT = Path(__file__).parents[2]
 PLAN = ["plan", "smollm2-135m", "--machine", "rtx-4090"]
 VERIFY = ["verify", "{model}", "--steps", "1", "--seq-len", "8", "--device", "cpu"]
@@ -58,6 +60,19 @@ def test_a_reader_that_goes_away_is_told_nothing(command: list[str], tiny_model:
     assert process.returncode == 1, told
     assert "Traceback" not in told
     assert "rror" not in told
+
+
+def test_files_of_a_plan_whose_table_nobody_reads(tiny_model: Path, tmp_path: Path) -> None:
+    """`outcore plan ... --json plan.json | head` leaves the plan that was asked for."""
+    files = ["--json", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as nobody:
+        process = run_outcore([*PLAN, *files], tiny_model, stdout=nobody)
+        _, told = process.communicate(timeout=100)
+    assert process.returncode == 1, told
+    assert read_plan(tmp_path / "plan.json").model == "smollm2-135m"
+    assert (tmp_path / "plan.html").read_text().endswith("</html>\n")
 
 
 def test_json_for_a_standard_output_that_is_closed(tiny_model: Path) -> None:

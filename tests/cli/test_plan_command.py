@@ -110,6 +110,9 @@ def test_the_disk_here_is_measured_at_its_path(
     monkeypatch.setattr(planning, "machine_named", machine_named)
     assert run_plan("qwen2.5-7b", "--disk", f"{tmp_path}:100GiB").exit_code == 0
     assert asked == [("here", str(tmp_path))]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_plan("qwen2.5-7b", "--disk=~:100GiB").exit_code == 0  # not the shell's to replace
+    assert asked[-1] == ("here", str(tmp_path))
     result = run_plan("qwen2.5-7b", "--disk", f"{tmp_path}:101GiB")
     assert result.exit_code == 2
     assert "--disk: 101.0 GiB, but 100.0 GiB are free at" in unwrapped(result.output)

@@ -15,6 +15,7 @@ from train_processes import started, wait_for
 from typer.testing import CliRunner, Result
 
 from outcore.cli import app
+from outcore.errors import DoesNotFit
 from outcore.train import demo, subject
 from outcore.train.demo import Demo, make_demo
 from outcore.train.lagged_loss import LaggedLoss
@@ -177,6 +178,27 @@ def test_a_mistake_leaves_nothing_behind(
     assert result.exit_code == 2, result.output
     assert message in result.stderr
     assert sorted(path.name for path in here.iterdir()) == ["bad.jsonl", "file"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "--tokens-per-step 64; --state-format compact."),
+        (["--dtype", "bf16"], "--tokens-per-step 64; --state-format compact."),
+        (["--dtype", "fp32"], "--tokens-per-step 64; --state-format compact --dtype bf16."),
+    ],
+)
+def test_a_refusal_names_options_that_this_command_takes_together(
+    options: list[str], words: str, job: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        line = "It would fit with: --tokens 64; --state compact."
+        raise DoesNotFit("", missing_bytes={"host": 1}, command_line=line)
+
+    monkeypatch.setattr("outcore.train.run.train", refuse)
+    result = run_train(*arguments_of(job, tmp_path / "out"), *options)
+    assert result.exit_code == 2
+    assert f"It would fit with: {words}\n" in result.stderr
 
 
 def test_a_model_is_not_overwritten_for_want_of_a_checkpoint(job: Demo, tmp_path: Path) -> None:

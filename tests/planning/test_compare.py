@@ -114,6 +114,18 @@ def test_pre_training_is_the_wrong_job_for_it() -> None:
     assert len(verdict_sentences(comparison(train_tokens=15e12, assumptions=patient))) == 1
 
 
+def test_so_many_gpus_end_in_time_by_the_speed_that_they_are_said_to_have() -> None:
+    """One holds the model and would take 109 days; of several each has 85% of its speed."""
+    tokens_a_day = 86_400 * 32768 / 3.4
+    machine = make_machine(device_memory_bytes=500 * GIB)
+    result = comparison(machine=machine, train_tokens=109 * tokens_a_day)
+    assert result.resident is not None
+    assert result.resident.num_gpus == 1
+    assert result.resident.days == pytest.approx(109)
+    assert 109 / (4 * 0.85) > 30 > 109 / (5 * 0.85)
+    assert "5 GPUs that hold the model would end within 30 days" in verdict_sentences(result)[-1]
+
+
 def test_no_price_means_no_money() -> None:
     result = comparison(machine=make_machine(price_per_hour=None))
     assert result.offload.dollars is None

@@ -37,6 +37,16 @@ def test_one_change_is_enough_where_one_fits() -> None:
     assert not any(" and " in change.what for change in found.changes)
 
 
+def test_a_micro_batch_follows_fewer_tokens() -> None:
+    budgets = replace(NO_DISK, device_bytes=12 * GIB)
+    job = Job(tokens=128 * 8192, seq_len=8192, micro_batch=63, budgets=budgets)
+    found = refusal("qwen2.5-0.5b", job)
+    (fewer,) = (change for change in found.changes if change.job.tokens < job.tokens)
+    sequences = fewer.job.sequences
+    assert sequences < 63
+    assert fewer.options == f"--tokens {fewer.job.tokens} --micro-batch {sequences}"
+
+
 def test_a_pair_where_no_single_change_fits() -> None:
     job = Job(tokens=524_288, seq_len=2048, budgets=NO_DISK)
     found = refusal("qwen2.5-14b", job)

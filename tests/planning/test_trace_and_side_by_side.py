@@ -89,6 +89,17 @@ def test_what_a_measurement_cannot_see_is_not_predicted_for_it() -> None:
     assert rows["host peak"].predicted == plan.tier_bytes("host")
 
 
+def test_one_memory_is_one_row() -> None:
+    """A plan for it counts staging of the disk as the device's; a run holds it as the host's."""
+    peak_bytes = {"device": {"optimizer state": 3 * GIB, "disk staging": GIB}, "disk": {"all": GIB}}
+    measured = {"device": 3 * GIB, "host": GIB, "disk": GIB}
+    rows = side_by_side(
+        make_plan(peak_bytes=peak_bytes), Measurement(step_s=4.1, peak_bytes=measured)
+    )
+    memory = {row.what: (row.predicted, row.measured) for row in rows if row.unit == "bytes"}
+    assert memory == {"device and host peak": (4 * GIB, 4 * GIB), "disk peak": (GIB, GIB)}
+
+
 def test_the_table_says_what_was_not_kept() -> None:
     rows = side_by_side(make_plan(), Measurement(step_s=2.0))
     console = Console(width=80, color_system=None)
