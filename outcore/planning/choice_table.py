@@ -16,7 +16,7 @@ from outcore.machine.machine import Machine
 from outcore.model_spec import ModelSpec
 from outcore.optim.gradient_sinks import RING_BUFFERS
 from outcore.planning.choices import Choice, Choices, Counts
-from outcore.planning.cost import STEP_S, Costs, input_bytes
+from outcore.planning.cost import Costs, input_bytes
 from outcore.planning.memory import MemoryModel
 from outcore.planning.placement import STAGING_PIECES
 from outcore.planning.plan import Job
@@ -231,9 +231,10 @@ class ChoiceTable:
         edges_leave = c.edge_state != _DEVICE
         backward = self._differentiate[n] + forward[n - c.last_kept]
         device_updates = trained[s] + np.where(edges_leave, 0.0, self._edges) + lodged
-        first = 2 * costs.embedding_s + STEP_S + costs.update_on_device_s(1.0) * device_updates
+        begin = 2 * costs.embedding_s + costs.step_start_s
+        first = begin + costs.update_on_device_s(1.0) * device_updates
         # A pass that only measures; the last updates of the step before end during its forward.
-        one_pass = 2 * costs.embedding_s + STEP_S + forward[n] + backward + costs.head_s
+        one_pass = begin + forward[n] + backward + costs.head_s
         measuring = (self._num_passes - 1) * one_pass
         without_updates = (self._num_passes - 1) * (one_pass - forward[n])
         compute = first + forward[n] + backward + costs.head_s + measuring
@@ -259,7 +260,7 @@ class ChoiceTable:
             ends = (before * each + (forward[n] - forward[k])).max(axis=1)
             lanes.append(np.maximum(ends, host) + costs.head_s + backward)
         else:
-            lanes.append(compute - STEP_S + first_edges * each)
+            lanes.append(compute - costs.step_start_s + first_edges * each)
             lanes.append(
                 np.maximum(0.0, on_host - 2 * self._ring) * each + forward[n] + without_updates
             )

@@ -28,7 +28,7 @@ FIRST_ACCUMULATE_BYTES = 6  # the first micro-batch starts the sum
 GRADIENT_OUT_BYTES = 10  # a parameter: norm, and the cast to the type that travels
 LOSS_BYTES_PER_LOGIT = 8
 LAUNCH_S = 60e-6  # between two micro-batches of a block
-STEP_S = 0.025  # reading norms and labels back, and the first launches after it
+CLIPPING_S = 0.01  # reading the norm back, and the first launches after it; else no device waits
 COPY_LATENCY_S = 20e-6
 DISK_LATENCY_S = 1e-3
 
@@ -50,6 +50,7 @@ class Costs:
         self.bytes = StateBytes.of(job)
         self._job = job
         self._spec = spec
+        self.step_start_s = 0.0 if job.clipping == "none" else CLIPPING_S
         self._num_micro_batches = -(-job.sequences // micro_batch)
         self._matmul_flops_s = machine.matmul_flops_s * MATMUL_EFFICIENCY
         if job.dtype == "fp32" and device_type(machine) == "cuda":  # a CPU's figure is fp32's

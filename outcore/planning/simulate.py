@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outcore.planning.cost import STEP_S, Costs
+from outcore.planning.cost import Costs
 from outcore.planning.lanes import COMPUTE, DISK_READ, TO_DEVICE, TO_HOST, LaneClock
 from outcore.planning.placement import Placement, Units
 from outcore.planning.plan import Span
@@ -116,7 +116,7 @@ class _Step:
         for unit in self._first:
             updates.update_until(unit)
         edges = max((updates.ready[u] for u in self._first), default=0.0)
-        begin = max(edges, clock.free[COMPUTE] + STEP_S)
+        begin = max(edges, clock.free[COMPUTE] + costs.step_start_s)
         lane = updates.awaited[self._first[0]] if self._first else COMPUTE
         clock.compute(costs.embedding_s, begin, lane if edges >= begin else COMPUTE, "embedding")
         previous, ends = self._slot_ends, list[float]()
