@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ class Corpus:
     cache: TokenCache
     training: Batches
     evaluation: Callable[[], Batches] | None
+    held_out: dict[str, int]  # what tells the batches of evaluation from others; empty without any
     num_steps: int
 
     @property
@@ -86,16 +88,22 @@ def make_corpus(
         evaluation = lambda: Batches(eval_cache, once)  # noqa: E731
     elif held_out is not None:
         evaluation = lambda: Batches(cache, once, examples=held_out)  # noqa: E731
-    if evaluation is not None:
-        _check_evaluation(evaluation, settings)
-    return Corpus(cache=cache, training=training, evaluation=evaluation, num_steps=num_steps)
+    return Corpus(
+        cache=cache,
+        training=training,
+        evaluation=evaluation,
+        held_out={} if evaluation is None else _identity(evaluation, settings),
+        num_steps=num_steps,
+    )
 
 
-def _check_evaluation(evaluation: Callable[[], Batches], settings: TrainSettings) -> None:
-    """Refuse, before training starts, what could not be evaluated after it."""
+def _identity(evaluation: Callable[[], Batches], settings: TrainSettings) -> dict[str, int]:
+    """Return what tells the batches; refuse, before training starts, what could not be evaluated
+    after it."""
     name = "eval_data" if settings.eval_data else "held_out"
     try:
-        evaluation().close()
+        with contextlib.closing(evaluation()) as batches:
+            return {k: v for k, v in batches.state_dict().items() if k != "next_batch"}
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 

@@ -342,6 +342,7 @@ class Run:
             step=self.step,
             batches=self.corpus.training.state_dict(),
             best=self.best,
+            held_out=self.corpus.held_out,
             settings=to_dict(self.settings),
         ).to_dict()
 
@@ -385,5 +386,12 @@ class Run:
         best = CheckpointFolder(self.folder.path / BEST)
         with contextlib.suppress(StoreError):  # harmed: the next one takes its place
             for _, manifest in best.newest(lambda *_: None):
-                return read_values(manifest.values.get("run", {}), best.path).best
+                said = read_values(manifest.values.get("run", {}), best.path)
+                if said.held_out in ({}, self.corpus.held_out):
+                    return said.best
+                self.display.message(
+                    "the held-out data is not what it was: the best checkpoint so far does not "
+                    "count"
+                )
+                return None
         return None

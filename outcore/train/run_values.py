@@ -14,6 +14,7 @@ class RunValues:
     step: int  # those taken, also where the optimizer skipped some
     batches: dict[str, int]  # the position in the data
     best: float | None  # held-out loss
+    held_out: dict[str, int]  # which batches it is of; empty without any
     settings: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
@@ -24,15 +25,17 @@ def read_values(values: dict[str, Any], folder: Path) -> RunValues:
     """Return what ``to_dict`` gave; StoreError for what is of another program."""
     step, best = values.get("step"), values.get("best")
     batches, settings = values.get("batches"), values.get("settings")
+    held_out = values.get("held_out", {})
     if (
         type(step) is not int
         or step < 0
         or not isinstance(best, (int, float, type(None)))
         or not isinstance(batches, dict)
+        or not isinstance(held_out, dict)
         or not isinstance(settings, dict)
     ):
         raise StoreError(
             f"{folder} holds a checkpoint that is not of `outcore train`: name another --output",
             path=folder,
         )
-    return RunValues(step=step, batches=batches, best=best, settings=settings)
+    return RunValues(step=step, batches=batches, best=best, held_out=held_out, settings=settings)

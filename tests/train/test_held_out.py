@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import shutil
@@ -25,6 +26,8 @@ from outcore.train.objective import NextToken
 from outcore.train.run import train
 
 PAIRS = [{"prompt": "the cat", "chosen": "sat on", "rejected": "mat"}] * 8
+EASY = [{"messages": chat("the cat", "cat the")}] * 8
+HARD = [{"messages": chat("?", "%§&/()=")}] * 8
 LONG = [{"messages": chat("the " * 200, "cat")}] * 3
 
 
@@ -236,3 +239,24 @@ def test_a_better_one_of_an_earlier_step_takes_the_place_of_a_later_one(tmp_path
     folder.commit(6, 0, lambda _: ((), {}))
     folder.close()
     assert folder.steps() == [6]
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_the_best_of_other_held_out_data_does_not_count(files: Files, *, changes: bool) -> None:
+    """Losses over two files cannot be compared, and the harder one would never have a best."""
+    eval_data = write_jsonl(files.folder / "held-out.jsonl", EASY)
+    settings = files.settings(
+        eval_data=(str(eval_data),), eval_every=2, save_every=4, max_steps=4, schedule="constant"
+    )
+    train(settings, quiet())
+    assert best_steps(settings.output) == [4]
+    if changes:
+        write_jsonl(eval_data, HARD)
+    written = io.StringIO()
+    more = replace(settings, max_steps=7, resume=True)
+    train(more, Display(Console(file=written, width=200)))
+    losses = [e["loss"] for e in read_metrics(Path(settings.output)) if e["kind"] == "eval"]
+    if changes:
+        assert min(losses[2:]) > max(losses[:2]), "both are as easy"
+    assert ("does not count" in written.getvalue()) is changes
+    assert best_steps(settings.output)[0] >= 6

@@ -256,6 +256,7 @@ def test_figures_that_cannot_be_read_do_not_keep_a_run_from_going_on(
         {"step": 2, "batches": [], "best": None, "settings": {}},
         {"step": 2, "batches": {}, "best": "x", "settings": {}},
         {"step": 2, "batches": {}, "best": None, "settings": []},
+        {"step": 2, "batches": {}, "best": None, "settings": {}, "held_out": 3},
     ],
 )
 def test_a_checkpoint_of_another_program_is_refused(
