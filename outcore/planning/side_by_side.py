@@ -19,10 +19,8 @@ from outcore.units import format_bytes
 
 STEP_TOLERANCE = 0.10
 BYTES_TOLERANCE = 0.05
-_OF_HOSTS = (
-    "disk staging",
-    CHECKPOINT_STAGING,
-)  # what no device holds but one that is the host too
+# What no device holds but one that is the host too.
+_OF_HOSTS = ("disk staging", CHECKPOINT_STAGING)
 
 
 @dataclass(frozen=True, kw_only=True)

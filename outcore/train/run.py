@@ -90,7 +90,7 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
         plan = subject.plan_for(settings, sequences, config, probing=display.probing)
         display.plan(plan, corpus.training.fill)
         if named_device(settings.device).type == "cuda":
-            start_compiler()  # whose processes take as long to start as weights to load
+            start_compiler()  # before loading is timed: to import it is no part of that
         with display.loading():
             model = subject.make_model(settings, plan)
         try:
