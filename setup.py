@@ -26,6 +26,7 @@ SOURCES = [
     "kernels/adamw_compact.cpp",
     "kernels/checksum.cpp",
     "kernels/disk_pieces.cpp",
+    "kernels/file_copy.cpp",
 ]
 HEADERS = ["kernels/outcore_kernels.h", "kernels/host_kernel.h"]
 LIBRARY = "outcore/kernels/_outcore_kernels.so"

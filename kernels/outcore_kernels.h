@@ -82,7 +82,7 @@ extern "C" {
 #endif
 
 // Raised whenever a signature, a struct or the meaning of a value in this file changes.
-#define OC_ABI_VERSION 3
+#define OC_ABI_VERSION 4
 
 enum oc_status {
   OC_OK = 0,
@@ -178,6 +178,19 @@ int oc_read_records(int fd, struct oc_disk_record* records, int64_t num_records,
 // The same from memory to the file. The memory is only read.
 int oc_write_records(int fd, struct oc_disk_record* records, int64_t num_records,
                      int64_t piece_bytes, int threads);
+
+// Bytes [start, end) of those that are read, and where they go.
+struct oc_copy_run {
+  int64_t start;
+  int64_t end;
+  void* memory;
+};
+
+// Reads num_bytes of an open file from offset on, as much at a time as the buffer has, and copies
+// them to where the runs say. Whole pages are read, also past num_bytes. Stops where less can be
+// read; *num_done is set to the bytes that were handed out. Runs on the calling thread alone.
+int oc_read_and_copy(int fd, int64_t offset, int64_t num_bytes, void* buffer, int64_t buffer_bytes,
+                     const struct oc_copy_run* runs, int64_t num_runs, int64_t* num_done);
 
 #ifdef __cplusplus
 }

@@ -152,6 +152,7 @@ class _Stored:
                 put=partial(_put_behind, place, piece.first),
                 run_numel=place.run_numel,
                 owner=id(part),
+                memory=None if place.memory is None else place.memory[piece.first :],
             )
             for part, places in wanted
             for name, place in places.items()

@@ -27,6 +27,11 @@ class Place(Protocol):
         """Runs begin and end at multiples of so many elements."""
         ...
 
+    @property
+    def memory(self) -> Tensor | None:
+        """Memory of the host that takes values of its own type as they are, if it is no more."""
+        ...
+
     def put(self, values: Tensor, first: int) -> None:
         """Store flat ``values``, of which the first is element ``first`` of the parameter.
 
@@ -62,13 +67,21 @@ class _PlainPlace:
     def __init__(self, flat: Tensor) -> None:
         self._flat = flat
 
+    @property
+    def memory(self) -> Tensor | None:
+        return self._flat if self._flat.device.type == "cpu" else None
+
     def put(self, values: Tensor, first: int) -> None:
-        if values.dtype != self._flat.dtype:
-            # Where the values are: a cast between devices goes through pageable memory.
-            with _ALL_CORES:
-                values = values.to(self._flat.dtype)
         place = self._flat[first : first + values.numel()]
-        if place.device.type == values.device.type == "cpu":
+        is_here = place.device == values.device
+        if values.dtype != place.dtype:
+            with _ALL_CORES:
+                if is_here:
+                    place.copy_(values)
+                    return
+                # Where the values are: a cast between devices goes through pageable memory.
+                values = values.to(place.dtype)
+        if is_here and place.device.type == "cpu":
             _copy_with_one_core(place, values)
         else:
             place.copy_(values)
@@ -83,6 +96,7 @@ class _MasterPlace:
     """bf16 weights in one place, what they round away in another."""
 
     run_numel = 1
+    memory = None
 
     def __init__(self, flat: Tensor, remainder: Tensor) -> None:
         self._flat = flat
@@ -109,6 +123,8 @@ class _MasterPlace:
 
 class _PackedPlace:
     """A matrix in 8 or 4 bit, whole rows at a time."""
+
+    memory = None
 
     def __init__(
         self, layout: PackedLayout, field: PackedField, span: Tensor, device: torch.device

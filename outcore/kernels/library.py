@@ -19,7 +19,7 @@ import torch
 from .adamw_scalars import AdamWScalars
 
 LIBRARY_PATH = Path(__file__).with_name("_outcore_kernels.so")
-ABI_VERSION = 3  # OC_ABI_VERSION in outcore_kernels.h
+ABI_VERSION = 4  # OC_ABI_VERSION in outcore_kernels.h
 
 _STATUS_TEXT = {
     -1: "a null pointer",
@@ -51,11 +51,22 @@ class RecordStruct(ctypes.Structure):
     ]
 
 
+class CopyRunStruct(ctypes.Structure):
+    """``oc_copy_run``."""
+
+    _fields_ = [
+        ("start", ctypes.c_int64),
+        ("end", ctypes.c_int64),
+        ("memory", ctypes.c_void_p),
+    ]
+
+
 _ARRAY, _SIZE, _INT, _UINT64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint64
 _SCALARS = ctypes.POINTER(ScalarsStruct)
 # What oc_adamw_compact and oc_adamw_minimal have in common: moments, scales, gradient and on.
 _COMPACT = [*[_ARRAY] * 5, _INT, _SIZE, _SCALARS, _UINT64, _UINT64, _SIZE, _INT]
 _SUM = ctypes.POINTER(ctypes.c_uint64)
+_DONE = ctypes.POINTER(ctypes.c_int64)
 _RECORDS = [_INT, ctypes.POINTER(RecordStruct), _SIZE, _SIZE, _INT]
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "oc_isa": (ctypes.c_char_p, []),
@@ -71,6 +82,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "oc_join_master": (_INT, [_ARRAY, _ARRAY, _ARRAY, _SIZE, _INT]),
     "oc_read_records": (_INT, _RECORDS),
     "oc_write_records": (_INT, _RECORDS),
+    "oc_read_and_copy": (
+        _INT,
+        [_INT, _SIZE, _SIZE, _ARRAY, _SIZE, ctypes.POINTER(CopyRunStruct), _SIZE, _DONE],
+    ),
     "oc_checksum_pages": (_INT, [_ARRAY, _SIZE, _UINT64, _UINT64, _SUM]),
 }
 

@@ -35,13 +35,15 @@ class Wanted:
 
     ``put`` gets runs of its elements, flat and of the type that is stored, with the element that
     each begins with; in no order, from several threads at once. A run lasts until ``put`` returns,
-    and begins and ends at multiples of ``run_numel``.
+    and begins and ends at multiples of ``run_numel``. Where ``memory`` is given, the host's from
+    its first value on, values of its own type may be copied there instead.
     """
 
     name: str
     put: Callable[[Tensor, int], None]
     run_numel: int
     owner: Hashable
+    memory: Tensor | None = None
 
 
 class CheckpointFiles:
@@ -161,11 +163,16 @@ class CheckpointFiles:
                 run = run.clone()  # to where the type can be viewed
             wanted.put(run.view(dtype), first_byte // dtype.itemsize)
 
+        memory = wanted.memory
+        if memory is not None:
+            same = memory.dtype == dtype
+            memory = memory[: math.prod(shape)].view(torch.uint8) if same else None
         return FileRange(
             path=path,
             start=header.data_start + start,
             end=header.data_start + end,
             put=put,
+            memory=memory,
             granule_bytes=wanted.run_numel * dtype.itemsize,
             owner=wanted.owner,
         )

@@ -1,7 +1,8 @@
 """Ranges of files, read by a few threads in the order in which they lie on disk.
 
 Each thread reads a window of a file into a buffer of its own, past the page cache where the file
-system can, and hands the bytes on from there. What is read in another order than the files' is read
+system can, and hands the bytes on from there. What goes to memory as it is, the library reads and
+copies in pieces that stay in a core's cache. What is read in another order than the files' is read
 again and again; memory that is new for each range costs as much time as the reading.
 """
 
@@ -22,12 +23,14 @@ import torch
 from torch import Tensor
 
 from outcore.errors import StoreError
+from outcore.kernels.file_copy import CopyRun, read_and_copy
 from outcore.store.host_arena import HostArena
 from outcore.store.ledger import Ledger
 
 WINDOW_BYTES = 8 << 20
 LEAST_WINDOW_BYTES = 1 << 20
 NUM_THREADS = 6  # some read while the others hand on
+_COPIED_AT_ONCE_BYTES = 1 << 20  # what a core's own cache holds
 _PAGE_BYTES = mmap.PAGESIZE  # direct reads begin and end at multiples of it
 
 
@@ -37,13 +40,15 @@ class FileRange:
 
     ``put`` gets runs of them with the place of each in the range, in no order, from several threads
     at once. A run begins at a multiple of ``granule_bytes``, and ends at one or with the range.
-    It lasts until ``put`` returns.
+    It lasts until ``put`` returns. Where ``memory`` is given, as many bytes of the host's, they may
+    be copied there instead.
     """
 
     path: Path
     start: int
     end: int
     put: Callable[[Tensor, int], None]
+    memory: Tensor | None = None
     granule_bytes: int = 1
     owner: Hashable = None
 
@@ -184,9 +189,10 @@ class _Reading:
         try:
             while (taken := self._take()) is not None:
                 window, file, is_direct = taken
-                num_bytes = _read(window, file, is_direct, buffer)
-                for run in window.runs:
-                    self._hand_on(window, run, buffer[:num_bytes])
+                if not _copy(window, file, buffer):
+                    num_bytes = _read(window, file, is_direct, buffer)
+                    for run in window.runs:
+                        self._hand_on(window, run, buffer[:num_bytes])
                 self.done.put(window)
         except BaseException as error:  # told by the thread that waits
             self.done.put(error)
@@ -208,6 +214,20 @@ class _Reading:
             )
         within = read[run.start - window.start : run.end - window.start]
         run.range.put(within, run.start - run.range.start)
+
+
+def _copy(window: _Window, file: int, buffer: Tensor) -> bool:
+    """Read a window all of which goes to memory, and copy it there; whether that is done."""
+    runs = []
+    for run in window.runs:
+        if run.range.memory is None:
+            return False
+        memory = run.range.memory[run.start - run.range.start : run.end - run.range.start]
+        if memory.numel():
+            runs.append(CopyRun(start=run.start - window.start, memory=memory))
+    size = window.end - window.start
+    buffer = buffer[:_COPIED_AT_ONCE_BYTES]
+    return read_and_copy(file, window.start, size, buffer=buffer, runs=runs) == size
 
 
 def _read(window: _Window, file: int, is_direct: bool, buffer: Tensor) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from reads_of_files import counted_reads, failing_reads
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForSequenceClassification,
@@ -130,13 +131,7 @@ def test_homes_have_the_same_bits_as_those_of_a_whole_model(
 def test_every_byte_is_read_about_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are sorted by name, models are not: read in a model's order, most is read again."""
     monkeypatch.setattr(file_ranges, "WINDOW_BYTES", 16384)
-    preadv, counts = os.preadv, []
-
-    def read(*arguments: Any) -> int:
-        counts.append(preadv(*arguments))
-        return counts[-1]
-
-    monkeypatch.setattr(os, "preadv", read)
+    counts = counted_reads(monkeypatch)
     outcore.load(directory, device="cpu")
     size = (directory / "model.safetensors").stat().st_size
     assert size * 0.9 < sum(counts) < size * 1.5
@@ -145,11 +140,8 @@ def test_every_byte_is_read_about_once(directory: Path, monkeypatch: pytest.Monk
 def test_an_error_of_the_disk_names_the_file_and_leaves_no_thread(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> int:
-        raise OSError(5, "Input/output error")
-
     before = set(threading.enumerate())
-    monkeypatch.setattr(os, "preadv", fail)
+    failing_reads(monkeypatch)
     with pytest.raises(outcore.StoreError, match=r"model\.safetensors.*Input/output error"):
         outcore.load(directory, device="cpu")
     assert set(threading.enumerate()) == before

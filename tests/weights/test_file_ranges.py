@@ -13,20 +13,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reads_of_files import counted_reads, failing_reads
 from torch import Tensor
 
 from outcore.errors import StoreError
 from outcore.weights import file_ranges
 from outcore.weights.file_ranges import FileRange, read_ranges
 
-WINDOW = 1 << 13
+PAGE = 1 << 12
+WINDOW = 2 * PAGE
 SIZE = 20 * WINDOW + 777
 Files = dict[Path, bytes]
 
 
-@pytest.fixture(autouse=True)
-def _small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=["put", "copied"])
+def _small_windows(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test with takers that are handed what is read, and with memory that is filled."""
     monkeypatch.setattr(file_ranges, "WINDOW_BYTES", WINDOW)
+    monkeypatch.setattr(file_ranges, "_COPIED_AT_ONCE_BYTES", PAGE)
+    monkeypatch.setattr(Taker, "is_memory", request.param == "copied")
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +46,19 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 class Taker:
     """Takes the bytes of one range, and checks how they come."""
 
+    is_memory = False
+
     def __init__(self, path: Path, start: int, end: int, granule: int = 1) -> None:
-        self.range = FileRange(
-            path=path, start=start, end=end, put=self.put, granule_bytes=granule, owner=self
-        )
         self.bytes = torch.zeros(end - start, dtype=torch.uint8)
+        self.range = FileRange(
+            path=path,
+            start=start,
+            end=end,
+            put=self.put,
+            memory=self.bytes if self.is_memory else None,
+            granule_bytes=granule,
+            owner=self,
+        )
         self._num_taken = 0
         self._lock = threading.Lock()
 
@@ -58,7 +71,8 @@ class Taker:
             self._num_taken += run.numel()
 
     def check(self, files: Files) -> None:
-        assert self._num_taken == self.bytes.numel(), "not all, or some twice"
+        if not self.is_memory:
+            assert self._num_taken == self.bytes.numel(), "not all, or some twice"
         expected = files[self.range.path][self.range.start : self.range.end]
         assert self.bytes.numpy().tobytes() == expected
 
@@ -72,18 +86,6 @@ def read_and_check(takers: list[Taker], files: Files) -> None:
     assert sorted(map(id, yielded)) == sorted(map(id, takers))
 
 
-def counted_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    counts: list[int] = []
-    preadv = os.preadv
-
-    def read(*arguments: Any) -> int:
-        counts.append(preadv(*arguments))
-        return counts[-1]
-
-    monkeypatch.setattr(os, "preadv", read)
-    return counts
-
-
 @pytest.mark.parametrize("step", [100, WINDOW - 1, WINDOW, 3 * WINDOW + 5, SIZE])
 def test_every_byte_is_read_about_once_in_whatever_order_it_is_wanted(
     files: Files, step: int, monkeypatch: pytest.MonkeyPatch
@@ -92,7 +94,8 @@ def test_every_byte_is_read_about_once_in_whatever_order_it_is_wanted(
     np.random.default_rng(0).shuffle(takers)  # type: ignore[arg-type]
     counts = counted_reads(monkeypatch)
     read_and_check(takers, files)
-    assert sum(counts) < 2 * SIZE * 1.2  # in small windows, a page for the overlap counts
+    # In small windows, a page for the overlap counts.
+    assert 2 * SIZE * 0.9 < sum(counts) < 2 * SIZE * 1.2
 
 
 @settings(max_examples=40, deadline=None)
@@ -143,6 +146,7 @@ def test_reads_that_come_short(files: Files, monkeypatch: pytest.MonkeyPatch) ->
         "preadv",
         lambda file, views, offset: preadv(file, [memoryview(views[0])[:4096]], offset),
     )
+    monkeypatch.setattr(file_ranges, "read_and_copy", lambda *_, **__: 0)  # the library gives up
     read_and_check([Taker(path, 5, SIZE) for path in files], files)
 
 
@@ -181,8 +185,7 @@ def test_a_file_that_ends_too_early(files: Files) -> None:
 def test_an_error_of_the_disk(
     files: Files, monkeypatch: pytest.MonkeyPatch, num_calls: int
 ) -> None:
-    error = OSError(5, "Input/output error")
-    monkeypatch.setattr(os, "preadv", failing_after(num_calls, os.preadv, error))
+    failing_reads(monkeypatch, after=num_calls)
     path = next(iter(files))
     with pytest.raises(StoreError, match=f"{path}.*Input/output error"):
         list(read_ranges([Taker(path, 0, SIZE).range]))
