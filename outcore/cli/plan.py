@@ -22,7 +22,7 @@ from outcore.cli.plan_options import (
 )
 from outcore.cli.report import check_file, console_for, stop
 from outcore.errors import DoesNotFit, OutcoreError, UnsupportedModel
-from outcore.planning.plan import Job, Plan
+from outcore.planning.plan import Budgets, Job, Plan
 
 if TYPE_CHECKING:
     from outcore.machine.machine import Machine
@@ -282,6 +282,7 @@ def plan_command(
         spec = _find_model(model, lora)
         chosen = with_asked_memory(_find_machine(machine, job.budgets.disk_path), job.budgets)
         check_budgets(job, chosen)
+        chosen = _with_parts(chosen, job.budgets)
         job = replace(job, dtype=planning.default_dtype(chosen, job.state_format))
         plan = _make_plan(spec, chosen, job)
         answer = Answer(
@@ -322,6 +323,13 @@ def _find_machine(name: str, disk: str | None) -> Machine:
         stop(f"this machine could not be measured: {error}. Name one: --machine h200-pcie5")
 
 
+def _with_parts(machine: Machine, asked: Budgets) -> Machine:
+    try:
+        return planning.with_parts(machine, asked.device_bytes)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--device-memory") from None
+
+
 def _line(error: Exception) -> str:
     """Return an error's message; a KeyError's own text is quoted."""
     return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
@@ -358,6 +366,7 @@ def _smaller_budget(spec: ModelSpec, machine: Machine, plan: Plan) -> SmallerBud
         return None
     job = replace(plan.job, budgets=replace(plan.job.budgets, device_bytes=size))
     try:
+        machine = planning.with_parts(machine, size)
         return SmallerBudget(device_bytes=size, plan=planning.make_plan(spec, machine, job))
     except OutcoreError as error:
         return SmallerBudget(device_bytes=size, refusal=_refusal(error))

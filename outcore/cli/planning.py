@@ -49,6 +49,15 @@ def machine_named(name: str, disk: str | None = None) -> Machine:
     return machine.machine_named(name, disk=disk)
 
 
+def with_parts(machine: Machine, device_bytes: int | None) -> Machine:
+    """Return a machine whose device is its CPU with as much memory for it, as a run has it."""
+    from outcore.planning import device_type
+
+    if device_type.device_type(machine) != "cpu":
+        return machine
+    return device_type.computing_on_cpu(machine, device_memory=device_bytes)
+
+
 def default_dtype(machine: Machine, state_format: str) -> Literal["bf16", "fp32"]:
     """Return what a run on this machine computes in, as ``outcore.plan`` has it."""
     from outcore.planning import device_type

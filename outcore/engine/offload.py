@@ -42,6 +42,7 @@ from outcore.engine.placement import (
     retie,
 )
 from outcore.errors import OutcoreError
+from outcore.planning.memory import DEVICE_SHARE, HOST_SHARE
 from outcore.planning.plan import Plan
 from outcore.store.ledger import Ledger
 from outcore.store.memory_limits import available_host_bytes
@@ -295,7 +296,7 @@ def _open_books(options: OffloadOptions) -> tuple[Ledger, Ledger]:
             "available to this process; leave host_memory out to use what is free"
         )
     if host_budget is None and available is not None:
-        host_budget = int(available * 0.97)
+        host_budget = int(available * HOST_SHARE)
     device_budget = options.device_memory_bytes
     if options.device.type == "cuda":
         torch.cuda.empty_cache()  # what a released model has left to the allocator is free
@@ -307,14 +308,20 @@ def _open_books(options: OffloadOptions) -> tuple[Ledger, Ledger]:
                 f"{format_bytes(total)}"
             )
         if device_budget is None:
-            device_budget = int(free * 0.98)
+            device_budget = int(free * DEVICE_SHARE)
             # The limit counts what the process holds already, for another model say; free does not.
             limit = device_budget + torch.cuda.memory_reserved(options.device)
         assert limit is not None
         _use_expandable_segments()
         # The allocator itself refuses more: a budget that is only planned is not a budget.
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), options.device)
-    return Ledger("host", host_budget), Ledger("device", device_budget)
+        return Ledger("host", host_budget), Ledger("device", device_budget)
+    # The device of a CPU is a part of the same memory.
+    memory = Ledger("machine", None if available is None else int(available * HOST_SHARE))
+    return (
+        Ledger("host", host_budget, within=memory),
+        Ledger("device", device_budget, within=memory),
+    )
 
 
 def _lift_device_limit(device: torch.device) -> None:

@@ -82,7 +82,7 @@ def plan_here(subject: Any, options: dict[str, Any], tokens: int, seq_len: int) 
     disk = None if options["disk"] is None else parse_disk(options["disk"]).path
     machine = here(disk=disk, progress=_announce_probe)
     if device.type == "cpu":
-        machine = computing_on_cpu(machine)
+        machine = computing_on_cpu(machine, device_memory=options["device_memory"])
     try:
         return make_plan(
             subject,

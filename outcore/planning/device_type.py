@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from outcore.machine.machine import Machine
+from outcore.units import format_bytes, parse_budget
 
 
 def device_type(machine: Machine) -> Literal["cpu", "cuda"]:
@@ -17,8 +18,29 @@ def default_dtype(machine: Machine, state_format: str) -> Literal["bf16", "fp32"
     return "fp32" if device_type(machine) == "cpu" and state_format == "fp32" else "bf16"
 
 
-def computing_on_cpu(machine: Machine) -> Machine:
-    """Return the machine with its CPU as the device, which copies though the memory is one."""
-    if device_type(machine) == "cpu":
-        return replace(machine, is_unified=False)
-    return replace(machine, is_unified=False, device_name=f"CPU of {machine.name}")
+def is_parted(machine: Machine) -> bool:
+    """Whether device and host have parts of one memory: copies are made, what one has is gone."""
+    return device_type(machine) == "cpu" and not machine.is_unified
+
+
+def computing_on_cpu(machine: Machine, *, device_memory: int | str | None) -> Machine:
+    """Return the machine with its CPU as the device: of one memory, in which nothing is copied.
+
+    device_memory: a part of it that is to stand for a device's; the rest is the host's.
+    """
+    num_bytes = machine.device_memory_bytes if machine.is_unified else machine.host_memory_bytes
+    is_cpu = device_type(machine) == "cpu"
+    if device_memory is not None:
+        asked_bytes = parse_budget(device_memory, what="device_memory")
+        if asked_bytes > num_bytes:
+            raise ValueError(
+                f"device_memory is {format_bytes(asked_bytes)}, but only "
+                f"{format_bytes(num_bytes)} are available to a CPU as device"
+            )
+    return replace(
+        machine,
+        device_name=machine.device_name if is_cpu else f"CPU of {machine.name}",
+        device_memory_bytes=num_bytes,
+        host_memory_bytes=num_bytes,
+        is_unified=device_memory is None,
+    )

@@ -15,7 +15,7 @@ from outcore.machine import machine_named
 from outcore.machine.machine import Machine
 from outcore.model_spec import ModelSpec, model_spec, spec_of_model
 from outcore.optim.state_format import state_format as check_state_format
-from outcore.planning.device_type import default_dtype
+from outcore.planning.device_type import computing_on_cpu, default_dtype, device_type
 from outcore.planning.plan import Budgets, Clipping, FrozenWeights, Job, Plan, StateFormat
 from outcore.planning.search import make_plan
 from outcore.planning.step_size import check_step_size
@@ -96,6 +96,8 @@ def plan(
     _check_something_is_frozen(spec, frozen_weights)
     if isinstance(machine, str):
         machine = machine_named(machine, disk=None if budget is None else budget.path)
+        if device_type(machine) == "cpu":
+            machine = computing_on_cpu(machine, device_memory=device_memory)
     if not isinstance(machine, Machine):
         raise ValueError(f"machine must be a name such as 'here', or a Machine, not {machine!r}")
     number = _dtype(dtype, machine, state_format)

@@ -13,7 +13,7 @@ from outcore.machine.machine import Machine
 from outcore.model_spec import BlockSpec, ModelSpec
 from outcore.optim.gradient_sinks import RING_BUFFERS
 from outcore.planning.cost import input_bytes
-from outcore.planning.device_type import device_type
+from outcore.planning.device_type import device_type, is_parted
 from outcore.planning.loss_chunks import chunk_rows
 from outcore.planning.placement import Placement, Units
 from outcore.planning.plan import CHECKPOINT_STAGING, WORKING_MEMORY, Budgets, Job
@@ -34,7 +34,8 @@ _Add = Callable[[str, str, float], None]
 def budgets_of(machine: Machine, budgets: Budgets) -> dict[str, int]:
     """Return the bytes that a plan may fill in each tier.
 
-    One memory is the device's: a budget of the host is one of the same bytes.
+    One memory is the device's: a budget of the host is one of the same bytes. Of one that is parted
+    the host has what the device leaves.
     """
     device = budgets.device_bytes
     if device is None:
@@ -44,6 +45,9 @@ def budgets_of(machine: Machine, budgets: Budgets) -> dict[str, int]:
         host = max(0, int(machine.host_memory_bytes * HOST_SHARE) - PROCESS_BYTES)
     elif machine.is_unified:
         device = min(device, host)
+    if is_parted(machine) and max(device, host) <= machine.host_memory_bytes:
+        left = int(machine.host_memory_bytes * HOST_SHARE) - PROCESS_BYTES - device
+        host = min(host, max(0, left))
     has_disk = machine.disk_read_bytes_s > 0 and machine.disk_both_ways_bytes_s > 0
     disk = budgets.disk_bytes if budgets.disk_bytes is not None else machine.disk_bytes
     return {

@@ -10,6 +10,7 @@ import unicodedata
 from dataclasses import dataclass
 
 from outcore.machine.machine import Machine
+from outcore.planning.device_type import is_parted
 from outcore.planning.plan import LANES, BlockPlan, Clipping, Plan
 from outcore.units import format_bytes
 
@@ -130,6 +131,8 @@ def budget_bytes(plan: Plan, machine: Machine | None) -> dict[str, int]:
         if machine.is_unified and budgets.host_bytes is not None:  # of the same bytes
             has["device"] = min(has["device"], budgets.host_bytes)
             asked["device"] = min(has["device"], budgets.device_bytes or has["device"])
+        if is_parted(machine) and budgets.device_bytes is not None:
+            has["host"] = max(0, has["host"] - budgets.device_bytes)
         asked = {tier: has[tier] if size is None else size for tier, size in asked.items()}
     return {tier: size for tier, size in asked.items() if size}
 

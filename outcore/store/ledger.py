@@ -36,22 +36,31 @@ class TierReport:
 
 
 class Ledger:
-    """Bytes of one tier by purpose. ``take`` refuses what exceeds the budget, before allocation."""
+    """Bytes of one tier by purpose. ``take`` refuses what exceeds the budget, before allocation.
 
-    def __init__(self, tier: str, budget_bytes: int | None) -> None:
+    within: books of a memory that the tier is a part of, and which has to have the bytes too.
+    """
+
+    def __init__(
+        self, tier: str, budget_bytes: int | None, *, within: Ledger | None = None
+    ) -> None:
         self.tier = tier
         self.budget_bytes = budget_bytes
+        self._within = within
         self.peak_bytes = 0
         self._taken: dict[str, int] = {}
         self._peaks: dict[str, int] = {}
         # Re-entrant: the collector may drop a Hold, which gives back, while this thread is inside.
-        self._lock = threading.RLock()
+        # One for all books of a memory: it may be a Hold of another tier.
+        self._lock: threading.RLock = threading.RLock() if within is None else within._lock
 
     def take(self, purpose: str, num_bytes: int, *, remedy: str = "") -> None:
         with self._lock:
             total = sum(self._taken.values()) + num_bytes
             if self.budget_bytes is not None and total > self.budget_bytes:
                 raise OutOfBudget(self._refusal(purpose, num_bytes, total, remedy))
+            if self._within is not None:
+                self._within.take(purpose, num_bytes, remedy=remedy)
             self._taken[purpose] = self._taken.get(purpose, 0) + num_bytes
             self._peaks[purpose] = max(self._peaks.get(purpose, 0), self._taken[purpose])
             self.peak_bytes = max(self.peak_bytes, total)
@@ -60,6 +69,8 @@ class Ledger:
         with self._lock:
             self._taken[purpose] -= num_bytes
             assert self._taken[purpose] >= 0, f"{purpose} gave back more than it took"
+            if self._within is not None:
+                self._within.give_back(purpose, num_bytes)
 
     def hold(self, purpose: str, num_bytes: int, *, remedy: str = "") -> Hold:
         self.take(purpose, num_bytes, remedy=remedy)

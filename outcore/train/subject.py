@@ -131,7 +131,7 @@ def plan_for(
     machine = here(disk=disk, progress=probing)
     device = named_device(settings.device)
     if device.type == "cpu":
-        machine = computing_on_cpu(machine)
+        machine = computing_on_cpu(machine, device_memory=settings.device_memory)
     return outcore.plan(
         config,
         tokens=sequences * settings.seq_len,

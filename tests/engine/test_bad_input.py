@@ -11,6 +11,7 @@ from torch import nn
 from training import outcore_threads
 
 import outcore
+from outcore.engine import offload
 from outcore.engine.token_ranges import TokenRanges
 
 LLAMA = BY_NAME["llama"]
@@ -77,6 +78,22 @@ def test_a_host_budget_that_the_machine_does_not_have() -> None:
     with pytest.raises(ValueError, match=r"host_memory is 999\.0 TiB.*available"):
         offloaded(model, host_memory="999TiB")
     untouched.check()
+
+
+def test_a_memory_that_has_room_for_device_or_host_but_not_for_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A CPU as the device has a part of the same memory."""
+    roomy = outcore.engine_of(offloaded(LLAMA.make()))
+    needed = [ledger.taken_bytes for ledger in (roomy.host_ledger, roomy.device_ledger)]
+    monkeypatch.setattr(offload, "available_host_bytes", lambda: sum(needed))  # and some to spare
+    model = LLAMA.make()
+    untouched = Untouched(model)
+    with pytest.raises(outcore.OutOfBudget, match="machine memory: "):
+        offloaded(model)
+    untouched.check()
+    monkeypatch.setattr(offload, "available_host_bytes", lambda: 2 * sum(needed))
+    offloaded(model)
 
 
 def test_a_batch_that_does_not_fit_the_device_budget() -> None:

@@ -75,7 +75,8 @@ def kept_share(model: Any, plan: Plan, ids: torch.Tensor) -> float:
 def test_a_last_micro_batch_that_is_smaller_keeps_what_the_plan_counts(micro_batch: int) -> None:
     model = BY_NAME["llama"].make().train()
     model.set_attn_implementation("sdpa")
-    spec, machine = spec_of_model(model), computing_on_cpu(machine_named("h200-pcie5"))
+    spec = spec_of_model(model)
+    machine = computing_on_cpu(machine_named("h200-pcie5"), device_memory="1GiB")
     job = Job(tokens=5 * 24, seq_len=24, dtype="fp32")
     placement = Choice(last_kept=3).placement(3, micro_batch=micro_batch)
     plan = plan_of(spec, machine, job, placement)

@@ -264,9 +264,9 @@ def test_neon_code_has_vectors_scalar_code_has_none_and_nothing_is_fused(aarch64
 
 
 def test_every_function_of_the_header_that_computes_is_called_here() -> None:
-    """Those that move records compute nothing but checksums, and take pointers in a struct."""
+    """Those that move bytes compute nothing but checksums, and take pointers in a struct."""
     header = (ROOT / "kernels" / "outcore_kernels.h").read_text()
     declared = set(re.findall(r"^(?:int|const char\*) (oc_\w+)\(", header, re.MULTILINE))
-    computing = {name for name in declared if not name.endswith("_records")}
+    computing = {name for name in declared if not name.endswith(("_records", "_copy"))}
     assert computing == set(re.findall(r'"(oc_\w+)"', Path(__file__).read_text()))
-    assert len(declared - computing) == 2
+    assert len(declared - computing) == 3

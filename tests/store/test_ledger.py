@@ -133,3 +133,20 @@ def test_a_budget_that_is_short_by_a_byte_says_so() -> None:
     ledger = Ledger("disk", (3 << 20) - 1)
     with pytest.raises(OutOfBudget, match=r"3\.0 MiB of a budget of 3\.0 MiB, 1 bytes too many"):
         ledger.take("scratch state", 3 << 20)
+
+
+def test_two_tiers_within_one_memory_have_no_more_than_it_has() -> None:
+    memory = Ledger("machine", BUDGET)
+    host, device = Ledger("host", None, within=memory), Ledger("device", 50, within=memory)
+    held = host.hold("weights", 70)
+    device.take("slots", 20)
+    with pytest.raises(OutOfBudget, match=r"machine memory: state needs 20 B.* 110 B of .* 100 B"):
+        host.take("state", 20)
+    with pytest.raises(OutOfBudget, match=r"device memory: state needs 31 B"):
+        device.take("state", 31)
+    assert (host.taken_bytes, device.taken_bytes, memory.taken_bytes) == (70, 20, 90)
+    held.give_back()
+    device.give_back("slots", 20)
+    assert memory.taken_bytes == 0
+    assert memory.peak_bytes == 90
+    assert (host.peak_bytes, device.peak_bytes) == (70, 20)

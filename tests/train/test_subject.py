@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from handmade_plans import make_machine
+from handmade_plans import GIB, make_machine
 from rich.console import Console
 from train_files import Files
 
+from outcore.errors import DoesNotFit
 from outcore.shapes import shape_config
 from outcore.train import subject
 from outcore.train.display import Display
@@ -31,6 +32,32 @@ def test_the_disk_that_was_named_is_the_one_that_is_measured(
         settings = TrainSettings(model="m", data=("d",), output="o", seq_len=128, disk=disk)
         subject.plan_for(settings, 1, shape_config("smollm2-135m"))
     assert asked == [tmp_path, None]
+
+
+def test_the_memory_of_a_cpu_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.5 billion parameters take 24 GiB in fp32: in halves they would fit twice 22."""
+    machine = make_machine(
+        device_name="CPU",
+        name="here",
+        is_unified=True,
+        device_memory_bytes=22 * GIB,
+        host_memory_bytes=22 * GIB,
+    )
+    monkeypatch.setattr(subject, "here", lambda **_: machine)
+    for device_memory in (None, "10GiB"):
+        settings = TrainSettings(
+            model="m",
+            data=("d",),
+            output="o",
+            seq_len=512,
+            device="cpu",
+            device_memory=device_memory,
+        )
+        with pytest.raises(DoesNotFit):
+            subject.plan_for(settings, 2, shape_config("qwen2.5-1.5b"))
+        plan = subject.plan_for(settings, 2, shape_config("qwen2.5-0.5b"))
+        assert plan.tier_bytes("device") + plan.tier_bytes("host") < 22 * GIB
+        assert (plan.tier_bytes("host") == 0) == (device_memory is None)
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_porj"), ("v_porj",), ("input_layernorm",)])

@@ -35,6 +35,7 @@ class Files:
             "lr": 1e-3,
             "num_workers": 1,
             "device": "cpu",
+            "device_memory": "1GiB",  # a part of memory that stands for a device's: copies are made
             "tensorboard": False,
         }
         return TrainSettings(**{**values, **changes})  # type: ignore[arg-type]
