@@ -156,7 +156,7 @@ def test_a_plan_here_is_for_the_disk_that_it_names(
         return quick_report
 
     monkeypatch.setattr("outcore.machine.probe.probe", probe)
-    job = {"tokens": 2048, "seq_len": 2048, "device_memory": "64GiB"}
+    job = {"tokens": 256, "seq_len": 256}
     outcore.plan("smollm2-135m", **job, disk=f"{tmp_path}:10GiB")
     outcore.plan("smollm2-135m", **job)
     assert asked == [tmp_path, None]
