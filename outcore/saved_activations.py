@@ -94,6 +94,7 @@ def eager_elements(block: nn.Module, text: Any, share: float, dtype: torch.dtype
     the first reads the block's input and the second what attention left; others have their own.
     """
     total, num_norms, hidden = 0.0, 0, int(text.hidden_size)
+    dropout_widths = _adapter_dropouts(block)
     for parent in block.modules():
         linears = list(_linears(parent))
         inner, is_gated = _inner_width(linears), _is_gated(linears)
@@ -115,10 +116,22 @@ def eager_elements(block: nn.Module, text: Any, share: float, dtype: torch.dtype
                 is_let_go = inside.copies_input and not is_first
                 total += max([numel, *outs]) * (inside.elements - is_let_go)
             elif isinstance(child, nn.Dropout):
-                total += hidden * _saved_inside(child, 1, dtype).elements
+                width = dropout_widths.get(id(child), hidden)
+                total += width * _saved_inside(child, 1, dtype).elements
             elif inner and next(child.parameters(), None) is None:
                 total += inner * (_saved_inside(child, 1, dtype).elements + is_gated)
     return total + max(0, num_norms - 2) * hidden
+
+
+def _adapter_dropouts(block: nn.Module) -> dict[int, int]:
+    """Return the widths of the dropouts before adapters: those of what their layers take."""
+    widths: dict[int, int] = {}
+    for layer in block.modules():
+        width = getattr(getattr(layer, "base_layer", None), "in_features", None)
+        if isinstance(width, int):
+            dropouts = (inner for inner in layer.modules() if isinstance(inner, nn.Dropout))
+            widths.update((id(dropout), width) for dropout in dropouts)
+    return widths
 
 
 def _unfused_elements(linears: list[tuple[str, int, int]], text: Any) -> int:

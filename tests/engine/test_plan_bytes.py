@@ -83,6 +83,19 @@ def test_a_last_micro_batch_that_is_smaller_keeps_what_the_plan_counts(micro_bat
     assert kept_share(model, plan, torch.randint(0, 90, (5, 24))) == pytest.approx(1, rel=0.02)
 
 
+def test_dropouts_before_adapters_keep_what_the_plan_counts() -> None:
+    """Each layer has its own, of the width that the layer takes."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    adapters = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
+    model: Any = peft.get_peft_model(LlamaForCausalLM(CONFIG), adapters).train()
+    machine = computing_on_cpu(machine_named("h200-pcie5"), device_memory=None)
+    job = Job(tokens=4 * 64, seq_len=64, dtype="fp32")
+    placement = Choice(last_kept=6).placement(6, micro_batch=4)
+    plan = plan_of(spec_of_model(model), machine, job, placement)
+    assert kept_share(model, plan, torch.randint(0, 1024, (4, 64))) == pytest.approx(1, rel=0.05)
+
+
 def test_adapters_of_experts_keep_what_the_plan_counts() -> None:
     """PEFT adds them to all experts' matrices, and autograd keeps the sum: much, of few tokens."""
     peft = pytest.importorskip("peft")
