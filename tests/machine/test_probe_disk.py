@@ -5,13 +5,20 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from outcore.errors import StoreError
 from outcore.machine.probe import QUICK, disk, probe
-from outcore.machine.probe.disk import default_scratch, file_system_of, measure_disk
+from outcore.machine.probe.disk import (
+    default_scratch,
+    file_system_of,
+    lasting_rate,
+    measure_disk,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,6 +76,55 @@ def test_without_direct_access_it_is_buffered(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_lasts_counts_and_not_the_first_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[float] = []
+
+    def fast_then_slow(file: int, buffer: memoryview, offset: int) -> int:
+        begun.append(time.perf_counter())
+        time.sleep(0.001 if begun[-1] - begun[0] < 0.2 else 0.02)
+        return os.preadv(file, [buffer], offset)
+
+    monkeypatch.setattr(disk, "_read", fast_then_slow)
+    figures = measure_disk(tmp_path, replace(QUICK, disk_s=0.6))
+    at_most = disk._NUM_THREADS * QUICK.disk_block_bytes / 0.02
+    assert 0.3 * at_most < figures.read_bytes_s <= 1.05 * at_most
+
+
+def test_a_file_that_is_read_sooner_than_time_is_up_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offsets: list[int] = []
+    memory: set[int] = set()
+
+    def read(file: int, buffer: memoryview, offset: int) -> int:
+        offsets.append(offset)
+        memory.add(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
+        return os.preadv(file, [buffer], offset)
+
+    monkeypatch.setattr(disk, "_read", read)
+    measure_disk(tmp_path, replace(QUICK, disk_bytes=2 << 20, disk_s=0.5))
+    assert set(offsets) == {0, 1 << 20}
+    assert len(memory) == QUICK.disk_memory_bytes // QUICK.disk_block_bytes  # not one hot buffer
+
+
+@pytest.mark.parametrize(
+    ("done_s", "end_s", "rate"),
+    [
+        ([0.01 * i for i in range(1, 401)], 4.0, 100.0),
+        ([0.001 * i for i in range(1, 2000)] + [2.0 + 0.1 * i for i in range(21)], 4.0, 10.0),
+        ([3.0, 3.1, 3.2], 4.0, 0.75),  # too few to tell what lasts
+        ([], 4.0, 0.0),
+    ],
+)
+def test_a_lasting_rate_is_that_of_the_second_half(
+    done_s: list[float], end_s: float, rate: float
+) -> None:
+    assert lasting_rate(done_s, end_s) == pytest.approx(rate, rel=0.02)
+    assert lasting_rate(done_s[::-1], end_s) == lasting_rate(done_s, end_s)
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_no_file_is_left_however_it_ends(how: signal.Signals, tmp_path: Path) -> None:
     process = subprocess.Popen(
@@ -94,8 +150,8 @@ def test_no_file_is_left_however_it_ends(how: signal.Signals, tmp_path: Path) ->
 def test_a_full_disk_is_refused_with_its_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "free_disk_bytes", lambda _: 5 << 20)
-    with pytest.raises(StoreError, match=r"5\.0 MiB are free.*takes 16\.0 MiB; --disk"):
+    monkeypatch.setattr(disk, "free_disk_bytes", lambda _: 3 << 20)
+    with pytest.raises(StoreError, match=r"3\.0 MiB are free.*takes 4\.0 MiB; --disk"):
         measure_disk(tmp_path, QUICK)
 
 

@@ -3,6 +3,11 @@
 State that lives on a disk is read and written in one step, so both at once is measured too: most
 disks share one bandwidth between the two.
 
+What counts is what lasts, and arrives where it is used. Disks are faster for the first seconds, so
+only the second half of each measurement counts. A buffer that is read into again and again stays in
+a cache, which can show a third more than memory gets; scattered pages can show a third of it. So
+blocks go through as much memory as training stages them in, and of the same kind.
+
 The file has no name from the moment it is open, so nothing is left behind however the probe ends.
 """
 
@@ -10,24 +15,29 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
+import itertools
 import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 from outcore.errors import StoreError
+from outcore.store.host_arena import HostArena
+from outcore.store.ledger import Ledger
 from outcore.units import format_bytes
 
 from .report import DiskFigures
 from .sizes import ProbeSizes
 
-_NUM_THREADS = 4  # requests in flight: one is enough for a slow disk, a fast one wants some
+_NUM_THREADS = 8  # requests in flight: as a scratch file has, four that read and four that write
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _MOST_OF_FREE = 4  # the file takes at most a fourth of what is free
+_FEWEST_BLOCKS = 2 * _NUM_THREADS  # that tell a rate
 
 
 def default_scratch() -> Path:
@@ -38,8 +48,11 @@ def default_scratch() -> Path:
     return (on_disk or usable or candidates)[0]
 
 
-def measure_disk(folder: Path, sizes: ProbeSizes) -> DiskFigures:
-    """Write, sync and read one nameless file; StoreError if it cannot be written."""
+def measure_disk(folder: Path, sizes: ProbeSizes, *, pin: bool = False) -> DiskFigures:
+    """Write and read one nameless file; StoreError if it cannot be written.
+
+    pin: whether memory is pinned, as it is where a GPU copies from it.
+    """
     free_bytes = free_disk_bytes(folder)
     num_blocks = min(sizes.disk_bytes, free_bytes // _MOST_OF_FREE) // sizes.disk_block_bytes
     if num_blocks == 0:
@@ -49,14 +62,10 @@ def measure_disk(folder: Path, sizes: ProbeSizes) -> DiskFigures:
         )
     try:
         with _nameless_file(folder) as (file, is_direct):
-            file_blocks = _FileBlocks(file, num_blocks, sizes.disk_block_bytes)
-            write_bytes_s = file_blocks.run(_write, sizes.disk_s, sync=True)
-            if not is_direct:
-                _forget_pages(file)
-            read_bytes_s = file_blocks.run(_read, sizes.disk_s, sync=False)
-            if not is_direct:
-                _forget_pages(file)
-            both_ways_bytes_s = file_blocks.run(_read_and_write, sizes.disk_s, sync=True)
+            blocks = _FileBlocks(file, is_direct, num_blocks, sizes, pin)
+            write_bytes_s = blocks.run(_write)
+            read_bytes_s = blocks.run(_read)
+            both_ways_bytes_s = blocks.run(_read_and_write)
     except OSError as error:
         raise StoreError(
             f"{folder}: {error.strerror or error}; --disk names another folder"
@@ -120,64 +129,83 @@ def _nameless_file(folder: Path) -> Iterator[tuple[int, bool]]:
 class _FileBlocks:
     """The blocks of one file, which a few threads read or write in turn until time is up."""
 
-    def __init__(self, file: int, num_blocks: int, block_bytes: int) -> None:
+    def __init__(
+        self, file: int, is_direct: bool, num_blocks: int, sizes: ProbeSizes, pin: bool
+    ) -> None:
         self._file = file
+        self._is_direct = is_direct
         self._num_blocks = num_blocks
-        self._block_bytes = block_bytes
-        # Anonymous maps begin on a page, as O_DIRECT wants. What cannot be compressed is written.
-        self._buffers = [mmap.mmap(-1, block_bytes) for _ in range(_NUM_THREADS)]
-        noise = os.urandom(block_bytes)
-        for buffer in self._buffers:
-            buffer.write(noise)
+        self._num_written = 0  # all blocks before are in the file
+        self._block_bytes = sizes.disk_block_bytes
+        self._limit_s = sizes.disk_s
+        num_buffers = max(_NUM_THREADS, sizes.disk_memory_bytes // self._block_bytes)
+        arena = HostArena(
+            num_buffers * self._block_bytes, purpose="probe", ledger=Ledger("host", None), pin=pin
+        )
+        # What cannot be compressed is written.
+        noise = torch.frombuffer(bytearray(os.urandom(self._block_bytes)), dtype=torch.uint8)
+        self._buffers: list[memoryview] = []
+        for _ in range(num_buffers):
+            buffer = arena.span(self._block_bytes, torch.uint8)
+            self._buffers.append(buffer.copy_(noise).numpy().data)
 
-    def run(
-        self, operation: Callable[[int, mmap.mmap, int], int], limit_s: float, sync: bool
-    ) -> float:
-        """Return bytes a second. Goes once through the file, or stops when time is up."""
-        lock, stop = threading.Lock(), threading.Event()
-        order = iter(range(self._num_blocks))
-        start = time.perf_counter()
+    def run(self, operation: Callable[[int, memoryview, int], int]) -> float:
+        """Return bytes a second, while they last; goes through the file again if there is time."""
+        lock, stop, order = threading.Lock(), threading.Event(), itertools.count()
+        num_blocks = self._num_written or self._num_blocks
+        done_s: list[float] = []  # when each block was, in no order
+        start_s = time.perf_counter()
 
-        def work(buffer: mmap.mmap) -> int:
-            done = 0
-            while not stop.is_set() and time.perf_counter() - start < limit_s:
+        def work(_: int) -> None:
+            while not stop.is_set() and time.perf_counter() - start_s < self._limit_s:
                 with lock:
-                    index = next(order, None)
-                if index is None:
-                    break
-                if operation(self._file, buffer, index * self._block_bytes) != self._block_bytes:
-                    break  # the end of what was written within its time
-                done += self._block_bytes
-            return done
+                    index = next(order)
+                offset = index % num_blocks * self._block_bytes
+                buffer = self._buffers[index % len(self._buffers)]
+                if operation(self._file, buffer, offset) != self._block_bytes:
+                    raise OSError(errno.EIO, f"a block at {offset} moved in part")
+                if not self._is_direct:
+                    self._forget_pages(offset)
+                done_s.append(time.perf_counter() - start_s)
 
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="outcore-probe") as pool:
             try:
-                num_bytes = sum(pool.map(work, self._buffers))
+                list(pool.map(work, range(_NUM_THREADS)))
             finally:
                 stop.set()  # Ctrl-C: the threads end after the block that they are at
-        if sync:
-            os.fsync(self._file)
-        if num_bytes == 0:
-            raise OSError(errno.EIO, "not one block could be written and read in time")
-        return num_bytes / (time.perf_counter() - start)
+        os.fsync(self._file)
+        self._num_written = self._num_written or min(len(done_s), num_blocks)
+        return self._block_bytes * lasting_rate(done_s, time.perf_counter() - start_s)
+
+    def _forget_pages(self, offset: int) -> None:
+        """Without O_DIRECT a block is in the page cache, and reading it would measure that."""
+        os.fdatasync(self._file)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file, offset, self._block_bytes, os.POSIX_FADV_DONTNEED)
 
 
-def _write(file: int, buffer: mmap.mmap, offset: int) -> int:
+def lasting_rate(done_s: Sequence[float], end_s: float) -> float:
+    """Return how many were done a second in the second half of the time.
+
+    ``done_s``: when each was, in no order; ``end_s``: when all of it was over. Where the second
+    half has only a few, those of the whole time count.
+    """
+    later = sorted(second for second in done_s if second >= end_s / 2)
+    if len(later) < _FEWEST_BLOCKS:
+        return len(done_s) / end_s
+    return (len(later) - 1) / (end_s - later[0])
+
+
+def _write(file: int, buffer: memoryview, offset: int) -> int:
     return os.pwritev(file, [buffer], offset)
 
 
-def _read(file: int, buffer: mmap.mmap, offset: int) -> int:
+def _read(file: int, buffer: memoryview, offset: int) -> int:
     return os.preadv(file, [buffer], offset)
 
 
-def _read_and_write(file: int, buffer: mmap.mmap, offset: int) -> int:
+def _read_and_write(file: int, buffer: memoryview, offset: int) -> int:
     """Read a block and write it back, as an update does; threads are at different halves."""
     if os.preadv(file, [buffer], offset) < len(buffer):
         return 0
     return os.pwritev(file, [buffer], offset)
-
-
-def _forget_pages(file: int) -> None:
-    """Without O_DIRECT the file is in the page cache, and reading it would measure that."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -56,7 +56,7 @@ def probe(
         (progress or _silent)("disk", 1, 1)
         kept = replace(
             kept,
-            disk=measure_disk(folder, sizes),
+            disk=measure_disk(folder, sizes, pin=device.type == "cuda"),
             gpu_direct_storage=try_gpu_direct_storage(device, folder),
         )
         save_report(kept, cache_folder)
@@ -110,7 +110,7 @@ def _measure(
             "no GPU: the CPU is the device, products are in fp32, the link is a copy in host memory"
         )
     step()
-    disk = _disk(folder, sizes, notes)
+    disk = _disk(folder, sizes, notes, pin=device.type == "cuda")
     try:
         step()
         link = measure_link(device, sizes)
@@ -145,10 +145,12 @@ def _measure(
     )
 
 
-def _disk(folder: Path | None, sizes: ProbeSizes, notes: list[str]) -> DiskFigures | None:
+def _disk(
+    folder: Path | None, sizes: ProbeSizes, notes: list[str], *, pin: bool
+) -> DiskFigures | None:
     """Measure the folder that was asked for, or a default one, whose failure is only noted."""
     try:
-        disk = measure_disk(folder or default_scratch(), sizes)
+        disk = measure_disk(folder or default_scratch(), sizes, pin=pin)
     except StoreError as error:
         if folder is not None:
             raise
@@ -157,7 +159,7 @@ def _disk(folder: Path | None, sizes: ProbeSizes, notes: list[str]) -> DiskFigur
     if disk.is_memory:
         notes.append(f"{disk.path} is {disk.file_system}: memory, not a disk")
     elif not disk.is_direct:
-        notes.append(f"{disk.path} ({disk.file_system}) has no O_DIRECT: buffered, then synced")
+        notes.append(f"{disk.path} ({disk.file_system}) has no O_DIRECT: buffered, and synced")
     return disk
 
 
@@ -179,6 +181,7 @@ def _that_fit(sizes: ProbeSizes, free: FreeMemory) -> ProbeSizes:
         copy_piece_bytes=tuple(pieces) or sizes.copy_piece_bytes[:1],
         host_bytes=min(sizes.host_bytes, host_part),
         update_params=min(sizes.update_params, host_part // 14),
+        disk_memory_bytes=min(sizes.disk_memory_bytes, host_part),
         device_bytes=min(sizes.device_bytes, device_part),
     )
 

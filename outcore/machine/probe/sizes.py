@@ -14,9 +14,10 @@ class ProbeSizes:
     copy_piece_bytes: tuple[int, ...]  # the last one is the large copy that a plan counts with
     host_bytes: int  # read and copied
     update_params: int
-    disk_bytes: int
-    disk_block_bytes: int
-    disk_s: float  # at most, for writing and again for reading
+    disk_bytes: int  # of the file
+    disk_block_bytes: int  # of one request, as of a scratch file
+    disk_memory_bytes: int  # that blocks are read into and written from
+    disk_s: float  # for writing, for reading, and for both at once
     device_bytes: int
     matmul_rows: int  # tokens
     matmul_shapes: tuple[tuple[int, int], ...]  # features in, features out
@@ -33,9 +34,10 @@ FULL = ProbeSizes(
     copy_piece_bytes=(1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 512 * MIB),
     host_bytes=1024 * MIB,
     update_params=64 * MIB,
-    disk_bytes=2048 * MIB,
-    disk_block_bytes=16 * MIB,
-    disk_s=2.5,
+    disk_bytes=16 * 1024 * MIB,
+    disk_block_bytes=8 * MIB,
+    disk_memory_bytes=512 * MIB,
+    disk_s=4.0,
     device_bytes=1024 * MIB,
     matmul_rows=8192,  # one block of an 8B model: projections, up and down
     matmul_shapes=((4096, 4096), (4096, 14336), (14336, 4096)),
@@ -47,9 +49,10 @@ FULL_ON_CPU = ProbeSizes(
     copy_piece_bytes=(1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB),
     host_bytes=512 * MIB,
     update_params=32 * MIB,
-    disk_bytes=2048 * MIB,
-    disk_block_bytes=16 * MIB,
-    disk_s=2.5,
+    disk_bytes=16 * 1024 * MIB,
+    disk_block_bytes=8 * MIB,
+    disk_memory_bytes=512 * MIB,
+    disk_s=4.0,
     device_bytes=256 * MIB,
     matmul_rows=512,  # the same of a 1B model, and fewer tokens
     matmul_shapes=((2048, 2048), (2048, 5632), (5632, 2048)),
@@ -62,7 +65,8 @@ QUICK = ProbeSizes(
     host_bytes=16 * MIB,
     update_params=1 * MIB,
     disk_bytes=16 * MIB,
-    disk_block_bytes=4 * MIB,
+    disk_block_bytes=1 * MIB,
+    disk_memory_bytes=32 * MIB,
     disk_s=0.2,
     device_bytes=16 * MIB,
     matmul_rows=128,
