@@ -120,12 +120,11 @@ def main() -> None:
 
 
 def disk_both_ways(folder: str) -> float:
-    """Return what the disk gives now, each way at once, as ``outcore probe`` measures it, if sooner.
+    """Return what the disk gives now, each way at once, as ``outcore probe`` measures it.
 
     A disk that others share is not equally fast a few minutes later.
     """
-    sizes = replace(FULL, disk_bytes=4 * GIB, disk_s=2.0)
-    return measure_disk(Path(folder), sizes, pin=True).both_ways_bytes_s
+    return measure_disk(Path(folder), FULL, pin=True).both_ways_bytes_s
 
 
 def job_of(setting: Setting, disk: str | None) -> BenchJob:
