@@ -41,6 +41,7 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
         policy=engine.policy,
         host_inputs=engine.host_inputs,
         device_ledger=engine.device_ledger,
+        heap=engine.heap,
         micro_batch=engine.options.micro_batch,
         is_compiled=engine.options.is_compiled,
         lock=engine.block_lock,

@@ -44,8 +44,9 @@ from outcore.engine.placement import (
 from outcore.errors import OutcoreError
 from outcore.planning.memory import DEVICE_SHARE, HOST_SHARE
 from outcore.planning.plan import Plan
+from outcore.store.heap import Heap
 from outcore.store.ledger import Ledger
-from outcore.store.memory_limits import available_host_bytes
+from outcore.store.memory_limits import available_host_bytes, resident_bytes
 from outcore.stream.expansion import Expansion
 from outcore.stream.lanes import Lane
 from outcore.stream.slots import Slots
@@ -198,6 +199,7 @@ def offload_from(
     if plan is not None:
         check_plan_is_for(plan, model)
     units = build_units(model, options)
+    heap = Heap(_process_limit(options))
     host_ledger, device_ledger = _open_books(options)
     if options.is_compiled:
         start_compiler()
@@ -240,6 +242,7 @@ def offload_from(
         options,
         host_ledger=host_ledger,
         device_ledger=device_ledger,
+        heap=heap,
         slots=slots,
         expansion=expansion,
         copy_in=copy_in,
@@ -322,6 +325,19 @@ def _open_books(options: OffloadOptions) -> tuple[Ledger, Ledger]:
         Ledger("host", host_budget, within=memory),
         Ledger("device", device_budget, within=memory),
     )
+
+
+def _process_limit(options: OffloadOptions) -> int | None:
+    """Return what the process may grow to where its tensors come from the C library."""
+    if options.device.type != "cpu":
+        return None
+    host, device = options.host_memory_bytes, options.device_memory_bytes
+    available = available_host_bytes()
+    most = None if available is None else int(available * HOST_SHARE)
+    if host is not None:  # it covers all of the memory, or with a device's budget the rest of it
+        budget = host + (device or 0)
+        most = budget if most is None else min(most, budget)
+    return None if most is None else resident_bytes() + most
 
 
 def _lift_device_limit(device: torch.device) -> None:

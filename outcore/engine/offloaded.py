@@ -21,6 +21,7 @@ from outcore.engine.token_ranges import TokenRanges
 from outcore.optim.backend import OptimizerBackend, OptimizerPlacement
 from outcore.optim.device_state import DEVICE_STATE
 from outcore.planning.plan import Plan
+from outcore.store.heap import Heap
 from outcore.store.ledger import Ledger, TierReport, tier_report
 from outcore.stream.expansion import Expansion
 from outcore.stream.lanes import Lane
@@ -48,6 +49,7 @@ class Engine:
         *,
         host_ledger: Ledger,
         device_ledger: Ledger,
+        heap: Heap,
         slots: Slots,
         expansion: Expansion,
         copy_in: Lane,
@@ -58,6 +60,7 @@ class Engine:
         self.options = options
         self.host_ledger = host_ledger
         self.device_ledger = device_ledger
+        self.heap = heap
         self.slots = slots
         self.expansion = expansion
         self.disk = disk

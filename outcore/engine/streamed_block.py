@@ -19,6 +19,7 @@ from outcore.engine.micro_batch import MicroBatches
 from outcore.errors import OutcoreError
 from outcore.optim.backend import OptimizerBackend
 from outcore.optim.gradients import Accumulator
+from outcore.store.heap import Heap
 from outcore.store.ledger import Hold, Ledger
 from outcore.stream.expansion import Expansion
 from outcore.stream.recording import compute_stream, recorded
@@ -37,6 +38,7 @@ class BlockServices:
     policy: ActivationPolicy
     host_inputs: HostInputs
     device_ledger: Ledger
+    heap: Heap
     micro_batch: int | None
     is_compiled: bool
     lock: contextlib.AbstractContextManager[Any]
@@ -88,6 +90,7 @@ class StreamedBlock:
                 }
         finally:
             self._services.slots.release(self.unit)
+            self._services.heap.settle()
 
     def run(self, weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         function: Callable[..., Any] = run_body
