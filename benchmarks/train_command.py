@@ -8,8 +8,10 @@ in a process of its own. Steps are counted from the fifth on.
 
 Without --data the sources of Python's standard library are the text. With --checkpoint the model is
 written there first if it is not, and what the page cache has of it is dropped: the command then
-loads it, and the seconds to the end of its first step count the whole of it. What it compiles, it
-compiles anew: it has none of what earlier runs on the machine have compiled.
+loads it, and the seconds to the end of its first step count the whole of it. The same files are
+read before and after it, without the command: into small buffers that nobody looks at, and from
+there to as much memory. What it compiles, it compiles anew: it has none of what earlier runs on the
+machine have compiled.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from loading import evict, new_memory, read_files, touch
 
 from outcore.bench.job import BenchFailure, BenchJob
 from outcore.bench.peers.runner import run_peer
@@ -47,11 +51,15 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="load the model from there")
     arguments = parser.parse_args()
     engine = run_engine(arguments)
+    disk = []
     with tempfile.TemporaryDirectory() as folder:
         if arguments.checkpoint:
             write_checkpoint(arguments.shape, arguments.checkpoint)
+            disk.append(read_rates(arguments.checkpoint))
         command = run_command(arguments, Path(folder))
-    report = {"machine": machine_facts(), "engine": engine, "train": command}
+        if arguments.checkpoint:
+            disk.append(read_rates(arguments.checkpoint))
+    report = {"machine": machine_facts(), "engine": engine, "train": command, "disk": disk}
     arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     ratio = command["step_s"] / engine["step_s"]
     print(f"engine {engine['step_s']:.3f} s a step, outcore train {command['step_s']:.3f} s")
@@ -60,6 +68,13 @@ def main() -> None:
         f"first step done {command['first_step_after_s']:.1f} s after the command, of which "
         f"{command['load_s']:.1f} s load the model"
     )
+    for when, rates in zip(("before", "after"), disk, strict=False):
+        load = rates["num_bytes"] / command["load_s"]
+        print(
+            f"loaded at {load / 1e9:.2f} GB/s; {when} it, reading alone "
+            f"{rates['alone_bytes_s'] / 1e9:.2f} ({load / rates['alone_bytes_s']:.0%}), to memory "
+            f"{rates['to_memory_bytes_s'] / 1e9:.2f} ({load / rates['to_memory_bytes_s']:.0%})"
+        )
 
 
 def run_engine(arguments: Any) -> dict[str, Any]:
@@ -122,6 +137,21 @@ def run_command(arguments: Any, folder: Path) -> dict[str, Any]:
     }
 
 
+def read_rates(folder: Path) -> dict[str, float]:
+    """Return what the disk of a checkpoint gives; nothing of it is in the page cache then."""
+    files = sorted(folder.glob("*.safetensors"))
+    num_bytes = sum(path.stat().st_size for path in files)
+    alone_s = read_files(files, None)
+    touch(new_memory(num_bytes))  # a virtual machine may have to get it first
+    to_memory_s = read_files(files, new_memory(num_bytes))
+    evict(files)
+    return {
+        "num_bytes": num_bytes,
+        "alone_bytes_s": num_bytes / alone_s,
+        "to_memory_bytes_s": num_bytes / to_memory_s,
+    }
+
+
 def write_checkpoint(shape: str, folder: Path) -> None:
     """Write random weights of the shape, in a process whose memory is given back.
 
@@ -138,9 +168,7 @@ def write_checkpoint(shape: str, folder: Path) -> None:
     if not (folder / "config.json").is_file():
         subprocess.run([sys.executable, "-c", "\n".join(lines), shape, str(folder)], check=True)
     os.sync()  # only what is on the disk can leave the page cache
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    evict(sorted(folder.glob("*.safetensors")))
 
 
 def write_text(path: Path) -> Path:
