@@ -14,6 +14,7 @@ from outcore.machine.probe.facts import find_facts, free_memory, probe_device
 from outcore.machine.probe.gpu_direct_storage import WORKS, try_gpu_direct_storage
 from outcore.machine.probe.report import DiskFigures
 from outcore.machine.probe.run import STEPS
+from outcore.machine.probe.sizes import ProbeSizes
 from outcore.machine.probe.timing import seconds_per_call
 
 
@@ -109,6 +110,25 @@ def test_sizes_shrink_on_a_small_machine() -> None:
     assert sizes.update_params * 14 <= 4 << 20
     tiny = run._that_fit(QUICK, run.FreeMemory(device_bytes=1, host_bytes=1))
     assert tiny.copy_piece_bytes == (1 << 20,)
+
+
+def test_another_disk_is_measured_in_memory_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    report = probe(sizes=QUICK, disk=tmp_path, cache_folder=tmp_path)
+    asked: list[int] = []
+
+    def measure(folder: Path, sizes: ProbeSizes, *, pin: bool) -> DiskFigures | None:
+        asked.append(sizes.disk_memory_bytes)
+        return report.disk
+
+    monkeypatch.setattr(run, "measure_disk", measure)
+    free = run.FreeMemory(device_bytes=32 << 20, host_bytes=32 << 20)
+    monkeypatch.setattr(run, "free_memory", lambda _: free)
+    probe(sizes=QUICK, disk=other, cache_folder=tmp_path)
+    assert asked == [4 << 20]
 
 
 def test_a_disk_in_memory_is_no_disk_to_a_plan(quick_report: ProbeReport) -> None:

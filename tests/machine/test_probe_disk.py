@@ -59,6 +59,30 @@ def test_memory_is_reported_as_such() -> None:
     assert figures.file_system == "tmpfs"
 
 
+def test_a_disk_in_memory_takes_no_more_than_a_fourth_of_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of a container can be larger than all that its processes may have."""
+    offsets: set[int] = set()
+
+    def write(file: int, buffer: memoryview, offset: int) -> int:
+        offsets.add(offset)
+        return os.pwritev(file, [buffer], offset)
+
+    monkeypatch.setattr(disk, "_write", write)
+    monkeypatch.setattr(disk, "available_host_bytes", lambda: 8 << 20)
+    monkeypatch.setattr(disk, "file_system_of", lambda _: "tmpfs")
+    measure_disk(tmp_path, QUICK)
+    assert offsets == {0, 1 << 20}
+    monkeypatch.setattr(disk, "available_host_bytes", lambda: 3 << 20)
+    with pytest.raises(StoreError, match=r"3\.0 MiB are free"):
+        measure_disk(tmp_path, QUICK)
+    monkeypatch.setattr(disk, "file_system_of", lambda _: "ext4")
+    offsets.clear()
+    measure_disk(tmp_path, QUICK)
+    assert len(offsets) > 2
+
+
 def test_without_direct_access_it_is_buffered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ import torch
 from outcore.errors import StoreError
 from outcore.store.host_arena import HostArena
 from outcore.store.ledger import Ledger
+from outcore.store.memory_limits import available_host_bytes
 from outcore.units import format_bytes
 
 from .report import DiskFigures
@@ -54,10 +55,14 @@ def measure_disk(folder: Path, sizes: ProbeSizes, *, pin: bool = False) -> DiskF
     pin: whether memory is pinned, as it is where a GPU copies from it.
     """
     free_bytes = free_disk_bytes(folder)
-    num_blocks = min(sizes.disk_bytes, free_bytes // _MOST_OF_FREE) // sizes.disk_block_bytes
+    room_bytes = free_bytes
+    memory_bytes = available_host_bytes()
+    if memory_bytes is not None and file_system_of(folder) in _IN_MEMORY:
+        room_bytes = min(room_bytes, memory_bytes)  # it may promise more than there is
+    num_blocks = min(sizes.disk_bytes, room_bytes // _MOST_OF_FREE) // sizes.disk_block_bytes
     if num_blocks == 0:
         raise StoreError(
-            f"{folder}: {format_bytes(free_bytes)} are free, and measuring the disk takes "
+            f"{folder}: {format_bytes(room_bytes)} are free, and measuring the disk takes "
             f"{format_bytes(_MOST_OF_FREE * sizes.disk_block_bytes)}; --disk names another folder"
         )
     try:

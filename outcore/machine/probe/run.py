@@ -54,6 +54,7 @@ def probe(
         return report
     if folder is not None and (kept.disk is None or kept.disk.path != str(folder.resolve())):
         (progress or _silent)("disk", 1, 1)
+        sizes = _that_fit(sizes, free_memory(device))
         kept = replace(
             kept,
             disk=measure_disk(folder, sizes, pin=device.type == "cuda"),
