@@ -138,8 +138,11 @@ def made_ahead(arenas: Sequence[HostArena], *, pin: bool) -> Iterator[None]:
     Who fills memory that is new waits for every page to be zeroed, and a disk waits for them.
     """
     is_over = threading.Event()
+    device = torch.cuda.current_device() if pin and torch.cuda.is_available() else None
 
     def make() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # a new thread's is the first: not ours to take memory of
         for arena in arenas:
             for start in range(0, arena.num_bytes, _POPULATED_AT_ONCE_BYTES):
                 if is_over.is_set():
@@ -153,10 +156,10 @@ def made_ahead(arenas: Sequence[HostArena], *, pin: bool) -> Iterator[None]:
         making = thread.submit(make)
         try:
             yield
-        except BaseException:
+            making.result()
+        except BaseException:  # Ctrl-C, while the last ones are pinned, too
             is_over.set()
             raise
-        making.result()
 
 
 def _forget_cuda_error() -> None:

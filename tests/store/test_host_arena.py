@@ -2,7 +2,9 @@
 
 import ctypes
 import mmap
+import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -167,3 +169,36 @@ def test_a_failure_to_pin_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostArena, "pin", pin)
     with pytest.raises(RuntimeError, match="no CUDA"), made_ahead([untouched(64)], pin=True):
         pass
+
+
+def test_ctrl_c_while_the_last_are_made_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_filled, waiting = threading.Event(), threading.main_thread().ident
+    made: list[HostArena] = []
+
+    def populate(arena: HostArena, start: int, num_bytes: int) -> bool:
+        made.append(arena)
+        assert is_filled.wait(60)
+        if len(made) == 1:
+            time.sleep(0.2)  # until the filling thread waits
+            assert waiting is not None
+            signal.pthread_kill(waiting, signal.SIGINT)
+        time.sleep(0.1)
+        return True
+
+    monkeypatch.setattr(HostArena, "populate", populate)
+    arenas = [untouched(1 << 20) for _ in range(50)]
+    with pytest.raises(KeyboardInterrupt), made_ahead(arenas, pin=False):
+        is_filled.set()
+    assert len(made) < 20
+
+
+def test_memory_is_pinned_for_the_device_of_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread begins with the first GPU, and would take memory there."""
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(f"device {device}"))
+    monkeypatch.setattr(HostArena, "pin", lambda arena: done.append("pin"))
+    with made_ahead([untouched(64)], pin=True):
+        pass
+    assert done == ["device 1", "pin"]
