@@ -131,6 +131,10 @@ class Engine:
         else:
             # The CPU device's books have no temporaries: leave room for one block's graph.
             used += max(self.policy.largest_bytes(), 1)
+            memory = self.device_ledger.within
+            if memory is not None and memory.budget_bytes is not None:  # some of it is the host's
+                of_others = memory.peak_bytes - self.device_ledger.peak_bytes
+                budget = min(budget, memory.budget_bytes - of_others)
         return max(0, int(budget * (1 - _SLACK)) - used)
 
     def _note_peak(self) -> None:

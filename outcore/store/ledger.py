@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from outcore.errors import OutOfBudget
 from outcore.units import format_bytes
 
+_OF_ONE_MEMORY = "Device and host have it together: free some, or train fewer parameters or tokens."
+
 
 class Hold:
     """Bytes that are taken until given back, or until nobody refers to the hold any more."""
@@ -46,7 +48,7 @@ class Ledger:
     ) -> None:
         self.tier = tier
         self.budget_bytes = budget_bytes
-        self._within = within
+        self.within = within
         self.peak_bytes = 0
         self._taken: dict[str, int] = {}
         self._peaks: dict[str, int] = {}
@@ -59,8 +61,8 @@ class Ledger:
             total = sum(self._taken.values()) + num_bytes
             if self.budget_bytes is not None and total > self.budget_bytes:
                 raise OutOfBudget(self._refusal(purpose, num_bytes, total, remedy))
-            if self._within is not None:
-                self._within.take(purpose, num_bytes, remedy=remedy)
+            if self.within is not None:
+                self.within.take(purpose, num_bytes, remedy=_OF_ONE_MEMORY)
             self._taken[purpose] = self._taken.get(purpose, 0) + num_bytes
             self._peaks[purpose] = max(self._peaks.get(purpose, 0), self._taken[purpose])
             self.peak_bytes = max(self.peak_bytes, total)
@@ -69,8 +71,8 @@ class Ledger:
         with self._lock:
             self._taken[purpose] -= num_bytes
             assert self._taken[purpose] >= 0, f"{purpose} gave back more than it took"
-            if self._within is not None:
-                self._within.give_back(purpose, num_bytes)
+            if self.within is not None:
+                self.within.give_back(purpose, num_bytes)
 
     def hold(self, purpose: str, num_bytes: int, *, remedy: str = "") -> Hold:
         self.take(purpose, num_bytes, remedy=remedy)

@@ -132,6 +132,23 @@ def test_kept_activations_that_do_not_fit_are_recomputed_with_auto() -> None:
     assert kept["20MB"] == 3
 
 
+def test_activations_are_recomputed_with_auto_where_the_host_has_the_memory_of_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A part for the device that is larger than what the host leaves is no promise."""
+    kept = {}
+    for available in (10**9, 2_000_000, 1_200_000):
+        monkeypatch.setattr(offload, "available_host_bytes", lambda size=available: size)
+        model = offloaded(LLAMA.make(), device_memory="20MB", num_slots=1)
+        optimizer = outcore.AdamW(model, lr=LR)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(**batch_of(seed=step, sequences=8, seq_len=24)).loss.backward()
+            optimizer.step()
+        kept[available] = outcore.engine_of(model).policy.num_kept
+    assert kept == {10**9: 3, 2_000_000: 1, 1_200_000: 0}
+
+
 def test_reports_say_where_everything_is() -> None:
     model = offloaded(LLAMA.make(), device_memory="5MB")
     outcore.AdamW(model)
