@@ -139,6 +139,9 @@ def test_a_file_that_is_read_sooner_than_time_is_up_is_read_again(
         ([0.01 * i for i in range(1, 401)], 4.0, 100.0),
         ([0.001 * i for i in range(1, 2000)] + [2.0 + 0.1 * i for i in range(21)], 4.0, 10.0),
         ([3.0, 3.1, 3.2], 4.0, 0.75),  # too few to tell what lasts
+        ([2.0] * 8 + [4.0] * 8, 4.0, 4.0),  # eight at a time: not fifteen in two seconds
+        ([1.0] * 8 + [2.0] * 8 + [3.0] * 8 + [4.0] * 8, 4.0, 8.0),
+        ([0.01 * i for i in range(1, 401)], 6.0, 100 / 3),  # the last are there when it is synced
         ([], 4.0, 0.0),
     ],
 )
