@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from transformers import (
 )
 
 import outcore
+from outcore.engine import placement
 from outcore.errors import StoreError
+from outcore.store.host_arena import HostArena
 from outcore.weights import file_ranges
 from outcore.weights.checkpoint_files import CheckpointFiles, Wanted
 
@@ -69,6 +73,27 @@ def test_a_file_that_is_cut_is_named(directory: Path) -> None:
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(outcore.StoreError, match=r"model\.safetensors"):
         outcore.load(directory, device="cpu")
+
+
+def test_pages_of_every_home_on_the_host_are_made_and_pinned_with_the_others(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[HostArena] = []
+
+    @contextlib.contextmanager
+    def making(arenas: Sequence[HostArena], *, pin: bool) -> Iterator[None]:
+        made.extend(arenas)
+        yield
+
+    monkeypatch.setattr(placement, "made_ahead", making)
+    homes = ["host", "device", "host"]
+    model = outcore.load(directory, device="cpu", weights=homes, device_memory="5MB")
+    units = outcore.engine_of(model).units
+    on_host = [u.home.untyped_storage() for u in units if u.weights_home == "host"]
+    assert len(on_host) >= 2
+    assert {arena.span(0, torch.uint8).untyped_storage().data_ptr() for arena in made} == {
+        storage.data_ptr() for storage in on_host
+    }
 
 
 def test_an_fp32_checkpoint_starts_from_its_fp32_master(directory: Path) -> None:
