@@ -45,8 +45,9 @@ def budgets_of(machine: Machine, budgets: Budgets) -> dict[str, int]:
         host = max(0, int(machine.host_memory_bytes * HOST_SHARE) - PROCESS_BYTES)
     elif machine.is_unified:
         device = min(device, host)
-    if is_parted(machine) and max(device, host) <= machine.host_memory_bytes:
-        left = int(machine.host_memory_bytes * HOST_SHARE) - PROCESS_BYTES - device
+    if is_parted(machine):
+        memory = max(machine.host_memory_bytes, device, host)  # or with more, were it there
+        left = int(memory * HOST_SHARE) - PROCESS_BYTES - device
         host = min(host, max(0, left))
     has_disk = machine.disk_read_bytes_s > 0 and machine.disk_both_ways_bytes_s > 0
     disk = budgets.disk_bytes if budgets.disk_bytes is not None else machine.disk_bytes

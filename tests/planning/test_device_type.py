@@ -57,8 +57,9 @@ def test_what_takes_more_than_the_memory_is_refused_though_each_half_would_fit()
     for device in (None, "4GiB", "12GiB", "20GiB"):
         with pytest.raises(DoesNotFit):
             plan_on_cpu("qwen2.5-1.5b", LAPTOP, device)
-    with pytest.raises(DoesNotFit):
-        plan_on_cpu("qwen2.5-1.5b", LAPTOP, "12GiB", "20GiB")
+    for device, host in (("12GiB", "20GiB"), ("20GiB", "24GiB")):  # also where one asks for more
+        with pytest.raises(DoesNotFit):
+            plan_on_cpu("qwen2.5-1.5b", LAPTOP, device, host)
 
 
 @settings(max_examples=25, deadline=None)
