@@ -23,6 +23,7 @@ from outcore.planning.plan import Job
 from outcore.planning.simulate import Simulated, simulate
 from outcore.planning.state_bytes import StateBytes
 from outcore.planning.update_lanes import MAX_DISK_PIECES
+from outcore.store.record_layout import page_aligned_bytes
 
 Values = NDArray[np.float64]
 _DEVICE, _HOST = range(2)
@@ -51,7 +52,14 @@ class ChoiceTable:
         ]
         self._weights = _sums(weights)
         self._largest_after = np.maximum.accumulate([0.0, *reversed(weights)])[::-1]
-        self._trained = _sums([b.trainable_numel for b in spec.blocks])
+        trained = [b.trainable_numel for b in spec.blocks]
+        self._trained = _sums(trained)
+        self._disk_weights = _sums([page_aligned_bytes(int(num_bytes)) for num_bytes in weights])
+        state, with_master = (
+            _sums([self._sizes.state_on_disk(n, with_master=m) if n else 0 for n in trained])
+            for m in (False, True)
+        )
+        self._disk_state, self._disk_masters = state, with_master - state
         self._inputs = _sums(self._input_bytes)
         self._kept = _sums([self.memory.kept_bytes(i) for i in range(n)])
         self._forward = _sums([c.forward_s for c in self.costs.blocks])
@@ -124,10 +132,12 @@ class ChoiceTable:
             offloads, np.minimum(3, recomputing) * largest_input, self._inputs[recomputing]
         )
         host = weights[n - dw] - weights[w] + (trained[n - ds] - trained[s]) * sizes.state
-        disk = weights[n] - weights[n - dw] + (trained[n] - trained[n - ds]) * sizes.state
+        disk = self._disk_weights[n] - self._disk_weights[n - dw]
+        disk += self._disk_state[n] - self._disk_state[n - ds]
         copy = 0 if self.is_unified else sizes.weight  # master copies of resident weights
         host += np.maximum(0.0, trained[np.minimum(w, n - ds)] - trained[s]) * copy
-        disk += np.maximum(0.0, trained[w] - trained[np.maximum(n - ds, s)]) * copy
+        masters = self._disk_masters
+        disk += np.maximum(0.0, masters[w] - masters[np.maximum(n - ds, s)])
         device += np.where(c.edge_state == _DEVICE, self._edges * with_gradient, 0.0)
         host += np.where(c.edge_state == _HOST, self._edges * (sizes.state + copy), 0.0)
         blocks_leave = trained[n] - trained[s]

@@ -18,6 +18,7 @@ from outcore.planning.loss_chunks import chunk_rows
 from outcore.planning.placement import Placement, Units
 from outcore.planning.plan import CHECKPOINT_STAGING, WORKING_MEMORY, Budgets, Job
 from outcore.planning.state_bytes import StateBytes
+from outcore.store.record_layout import page_aligned_bytes
 from outcore.units import BYTES_OF
 
 DEVICE_SLACK = 0.03  # part of the device budget for the allocator's rounding and fragments
@@ -105,7 +106,10 @@ class MemoryModel:
         largest_streamed, are_on_disk = 0, False
         for index, unit in enumerate(self.units.units):
             tier = self.units.weights_tier(placement, index)
-            add(tier, "resident weights" if tier == "device" else "weights", unit.numel * each)
+            num_bytes = unit.numel * each
+            if tier == "disk":
+                num_bytes = page_aligned_bytes(num_bytes)
+            add(tier, "resident weights" if tier == "device" else "weights", num_bytes)
             if tier != "device":
                 largest_streamed = max(largest_streamed, unit.numel)
             are_on_disk = are_on_disk or tier == "disk"
@@ -128,11 +132,14 @@ class MemoryModel:
                 continue
             tier = self.units.state_tier(placement, index)
             weights = self.units.weights_tier(placement, index)
-            # Updated on the host, a resident weight has a master copy there.
-            copies = sizes.weight if weights == "device" and tier != "device" else 0
-            if self._is_unified:
-                copies = 0
-            add(tier, "optimizer state", numel * (sizes.state + copies))
+            # Updated elsewhere, a resident weight has a master copy there; one memory needs none.
+            if tier == "disk":
+                state_bytes = float(sizes.state_on_disk(numel, with_master=weights == "device"))
+            elif tier == "host" and weights == "device" and not self._is_unified:
+                state_bytes = numel * sizes.moved
+            else:
+                state_bytes = numel * sizes.state
+            add(tier, "optimizer state", state_bytes)
             if self._job.gradients_wait:  # otherwise they go straight into the update
                 home = "host" if tier == "disk" else tier
                 add(home, "gradients", numel * sizes.gradient)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from outcore.kernels.compact_format import BLOCK
 from outcore.planning.plan import Job
+from outcore.store.record_layout import page_aligned_bytes
 from outcore.units import BYTES_OF
 
 _SCALE_BYTES = 1 / BLOCK  # a scale of one byte for each block of an 8-bit moment
@@ -16,9 +18,8 @@ class StateBytes:
     """Bytes a parameter."""
 
     weight: int
-    state: float  # moments and remainder, without the weight
     gradient: int
-    num_tensors: int  # of the state
+    tensors: tuple[float, ...]  # of the state: moments and remainder, without the weight
     largest_itemsize: int  # of these
 
     @classmethod
@@ -26,20 +27,30 @@ class StateBytes:
         """Moments and what the weight's type rounded away of the fp32 master."""
         weight = BYTES_OF[job.dtype]
         if job.state_format == "fp32":
-            state, num_tensors, largest = 8.0, 2, 4
+            tensors, largest = [4.0, 4.0], 4
             if job.dtype == "bf16":
-                state, num_tensors = state + 2, num_tensors + 1
+                tensors.append(2.0)
         else:
-            state, num_tensors, largest = 2 * (1 + _SCALE_BYTES), 4, 1
+            tensors, largest = [1.0, 1.0, _SCALE_BYTES, _SCALE_BYTES], 1
             if job.state_format == "compact":
-                state, num_tensors = state + 1, num_tensors + 1
-        return cls(
-            weight=weight,
-            state=state,
-            gradient=weight,
-            num_tensors=num_tensors,
-            largest_itemsize=largest,
-        )
+                tensors.append(1.0)
+        return cls(weight=weight, gradient=weight, tensors=tuple(tensors), largest_itemsize=largest)
+
+    @property
+    def state(self) -> float:
+        return sum(self.tensors)
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self.tensors)
+
+    def state_on_disk(self, numel: int, *, with_master: bool) -> int:
+        """Return what a unit's state takes there: each of its tensors in whole pages.
+
+        ``with_master``: of a resident weight, beside it.
+        """
+        tensors = (*self.tensors, self.weight) if with_master else self.tensors
+        return sum(page_aligned_bytes(math.ceil(numel * each)) for each in tensors)
 
     @property
     def moved(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -160,11 +160,41 @@ def test_every_purpose_of_every_tier(name: str, clipping: Clipping, tmp_path: Pa
             if purpose not in NOT_IN_THE_BOOKS
         }
         found = {p: n for p, n in tier.purposes.items() if n and p not in NOT_IN_THE_BOOKS}
-        if tier.tier == "disk":
-            planned = {"all": sum(planned.values())}
-            found = {"all": sum(found.values())}
+        if tier.tier == "disk":  # a plan may fill a disk's budget to the last byte
+            assert sum(found.values()) == sum(planned.values())
+            continue
         assert found == pytest.approx(planned, rel=0.02), tier.tier
     checkpoints.close()
+    outcore.release(model)
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "compact", "minimal"])
+@pytest.mark.parametrize("last_disk_weights", [0, 1, 3])
+def test_of_one_memory_the_disk_holds_what_the_plan_counts(
+    last_disk_weights: int, state_format: Any, tmp_path: Path
+) -> None:
+    """The masters of resident weights too, and the rest of each tensor's last page."""
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(CONFIG).train()
+    spec = spec_of_model(model)
+    machine = computing_on_cpu(machine_named("h200-pcie5"), device_memory=None)
+    choice = Choice(
+        first_device_state=3,
+        first_device_weights=6 - last_disk_weights,
+        last_disk_state=3,
+        last_disk_weights=last_disk_weights,
+        edge_state=0,
+    )
+    dtype: Literal["bf16", "fp32"] = "fp32" if state_format == "fp32" else "bf16"
+    job = Job(tokens=4 * 64, seq_len=64, dtype=dtype, state_format=state_format)
+    placement = choice.placement(6, micro_batch=4)
+    planned_bytes = plan_of(spec, machine, job, placement).tier_bytes("disk")
+    budgets = Budgets(disk_path=str(tmp_path), disk_bytes=planned_bytes)
+    plan = plan_of(spec, machine, replace(job, budgets=budgets), placement)
+    model = outcore.offload(model, plan=plan, device="cpu", state_format=state_format)
+    outcore.AdamW(model, lr=1e-3, max_grad_norm=1.0)
+    (disk,) = (tier for tier in outcore.engine_of(model).report() if tier.tier == "disk")
+    assert disk.peak_bytes == planned_bytes
     outcore.release(model)
 
 

@@ -139,7 +139,8 @@ def test_state_on_disk_moves_at_the_disks_pace() -> None:
     all_disk = Choice(last_disk_state=36)
     plan = plan_for(all_disk)
     written = sum(b.trainable_numel for b in spec.blocks) * 10
-    assert plan.peak_bytes["disk"]["optimizer state"] == written
+    on_disk = plan.peak_bytes["disk"]["optimizer state"]
+    assert written <= on_disk <= written + 36 * 3 * 4096  # each tensor ends its last page
     assert plan.prediction.busy_s["disk write"] == pytest.approx(
         written / H200.disk_both_ways_bytes_s, rel=0.02
     )
