@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from outcore.machine.machine import Machine
 from outcore.planning.change_words import is_beyond
 from outcore.planning.choices import TIERS
-from outcore.planning.memory import DEVICE_SLACK, budgets_of
+from outcore.planning.memory import DEVICE_SHARE, DEVICE_SLACK, budgets_of
 from outcore.planning.plan import Budgets, Job, StateFormat, Tier
 
 Needs = Callable[[Job], NDArray[np.int64]]
@@ -193,6 +193,10 @@ class Changes:
         sizes = {tier: _round_up(_budget_for(tier, value)) for tier, value in num_bytes.items()}
         if self._machine.is_unified and "device" in sizes and job.budgets.host_bytes is not None:
             sizes["host"] = max(sizes["device"], job.budgets.host_bytes)  # of the same bytes
+            # A budget of the device that was not asked for would part a CPU's memory.
+            has_it = sizes["host"] <= self._machine.device_memory_bytes * DEVICE_SHARE
+            if job.budgets.device_bytes is None and has_it:
+                del sizes["device"]
         changed: dict[str, Any] = {f"{tier}_bytes": size for tier, size in sizes.items()}
         return replace(job.budgets, **changed)
 

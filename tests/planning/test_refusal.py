@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from machines import GIB, H200
+from machines import GIB, H200, tiny_spec
 
 from outcore.errors import DoesNotFit
 from outcore.model_spec import model_spec
@@ -35,6 +35,20 @@ def test_one_change_is_enough_where_one_fits() -> None:
     found = refusal("qwen2.5-7b", job)
     assert found.changes
     assert not any(" and " in change.what for change in found.changes)
+
+
+@pytest.mark.parametrize("device_bytes", [None, GIB])
+def test_of_one_memory_the_budget_that_was_given_is_the_one_to_raise(
+    device_bytes: int | None,
+) -> None:
+    machine = replace(H200, is_unified=True)
+    budgets = replace(NO_DISK, host_bytes=GIB, device_bytes=device_bytes)
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(tiny_spec(), machine, Job(tokens=32_768, seq_len=2048, budgets=budgets))
+    larger = next(c for c in caught.value.changes if c.job.budgets != budgets)
+    assert "--host-memory" in larger.options
+    assert ("--device-memory" in larger.options) == (device_bytes is not None)
+    assert fits(tiny_spec(), machine, larger.job)
 
 
 def test_a_micro_batch_follows_fewer_tokens() -> None:
