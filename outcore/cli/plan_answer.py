@@ -31,6 +31,7 @@ def show(answer: Answer, console: Console) -> None:
     """Print the plan, the comparison if there is one, and what to keep in mind."""
     from outcore.cli.compare_table import comparison_report
     from outcore.model_config import too_long
+    from outcore.planning.device_type import device_type, slower_than_predicted
     from outcore.planning.explain import explain
 
     plan = answer.plan
@@ -40,6 +41,8 @@ def show(answer: Answer, console: Console) -> None:
             "Planned in fp32, in which the engine computes on a CPU; with --state compact or "
             "minimal it computes in bf16."
         )
+    if slow := slower_than_predicted(plan.job.dtype, device_type(answer.machine)):
+        console.print(f"[yellow]{slow[0].upper()}{slow[1:]}.[/]")
     if answer.comparison is not None:
         console.print("")
         console.print(comparison_report(answer.comparison))

@@ -43,8 +43,9 @@ def probe_command(
     """Measure copies, host memory, disk and arithmetic of this machine, in under a minute.
 
     The report is kept for this hardware, driver and torch; the next call shows it at once, with the
-    memory that is free by then. Up to 2 GiB are written to the disk, into a file without a name:
-    nothing is left behind. Without a GPU the CPU is measured as the device.
+    memory that is free by then. The disk is written to for seconds (20 to 30 GB on a fast one), in
+    a file of 16 GiB at most that has no name: nothing is left behind. Without a GPU the CPU is
+    measured as the device.
 
     Examples: with the disk that training would use; the machines that plans can be made for:
 

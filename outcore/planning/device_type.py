@@ -18,6 +18,16 @@ def default_dtype(machine: Machine, state_format: str) -> Literal["bf16", "fp32"
     return "fp32" if device_type(machine) == "cpu" and state_format == "fp32" else "bf16"
 
 
+def slower_than_predicted(dtype: str, device: str) -> str | None:
+    """Return what to say of a plan in bf16 on a CPU, whose figures are those of fp32 products."""
+    if device != "cpu" or dtype != "bf16":
+        return None
+    return (
+        "computed in bf16 on a CPU and predicted as fp32: without bf16 instructions it takes ten "
+        "times as long, or longer"
+    )
+
+
 def is_parted(machine: Machine) -> bool:
     """Whether device and host have parts of one memory: copies are made, what one has is gone."""
     return device_type(machine) == "cpu" and not machine.is_unified

@@ -100,6 +100,10 @@ def plan(
             machine = computing_on_cpu(machine, device_memory=device_memory)
     if not isinstance(machine, Machine):
         raise ValueError(f"machine must be a name such as 'here', or a Machine, not {machine!r}")
+    if budget is not None and not machine.disk_read_bytes_s:  # a plan would put nothing there
+        raise ValueError(
+            f"disk {budget.path} is memory, or {machine.name} has no disk: name a directory on one"
+        )
     number = _dtype(dtype, machine, state_format)
     check_state_format(state_format, _TORCH_TYPES[number])
     job = Job(

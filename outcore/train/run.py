@@ -15,6 +15,7 @@ from outcore.engine.compilation import start_compiler
 from outcore.engine.offload import engine_of
 from outcore.model_config import longest_sequence, too_long, vocabulary_size
 from outcore.named_device import named_device
+from outcore.planning.device_type import slower_than_predicted
 from outcore.train import subject
 from outcore.train.corpus import CACHE_FOLDER, make_corpus
 from outcore.train.display import Display
@@ -89,7 +90,10 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
             )
         plan = subject.plan_for(settings, sequences, config, probing=display.probing)
         display.plan(plan, corpus.training.fill)
-        if named_device(settings.device).type == "cuda":
+        device_type = named_device(settings.device).type
+        if warning := slower_than_predicted(plan.job.dtype, device_type):
+            display.message(warning)
+        if device_type == "cuda":
             start_compiler()  # before loading is timed: to import it is no part of that
         with display.loading():
             model = subject.make_model(settings, plan)

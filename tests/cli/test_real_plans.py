@@ -39,6 +39,19 @@ def test_more_memory_than_the_machine_has_is_refused(machine: str, option: str) 
     assert f"is more than {machine} has" in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.parametrize(
+    ("machine", "state", "is_told"),
+    [("cpu-laptop", "compact", True), ("cpu-laptop", "fp32", False), ("m4-max", "compact", False)],
+)
+def test_a_plan_in_bf16_on_a_cpu_says_what_its_figures_are(
+    machine: str, state: str, is_told: bool
+) -> None:
+    command = ["plan", "smollm2-135m", "--machine", machine, "--state", state]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert ("predicted as fp32" in " ".join(result.output.split())) == is_told
+
+
 def test_a_machine_of_the_catalogue_can_have_more_host_memory_than_usual(tmp_path: Path) -> None:
     """The 14B shape in exact state does not fit a usual RTX 4090's 128 GiB."""
     command = ["plan", "qwen2.5-14b", "--machine", "rtx-4090", "--json", str(tmp_path / "p.json")]

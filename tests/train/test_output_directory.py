@@ -141,3 +141,10 @@ def test_what_stands_in_the_place_of_the_checkpoints_is_told(files: Files, is_li
     told = f"cannot create {path}: File exists. What has this name is no folder"
     with pytest.raises(StoreError, match=told):
         train(settings, quiet())
+
+
+def test_bf16_on_a_cpu_is_told_to_be_slower_than_predicted(files: Files) -> None:
+    out = io.StringIO()
+    settings = files.settings(max_steps=1, state_format="compact", device="cpu")
+    train(settings, Display(Console(file=out, width=200)))
+    assert "computed in bf16 on a CPU and predicted as fp32" in out.getvalue()

@@ -34,6 +34,16 @@ def test_the_disk_that_was_named_is_the_one_that_is_measured(
     assert asked == [tmp_path, None]
 
 
+def test_a_disk_that_is_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = make_machine(device_name="CPU", name="here", is_unified=True, disk_read_bytes_s=0.0)
+    monkeypatch.setattr(subject, "here", lambda **_: machine)
+    settings = TrainSettings(
+        model="m", data=("d",), output="o", seq_len=128, disk="/dev/shm:1GiB", device="cpu"
+    )
+    with pytest.raises(ValueError, match="disk /dev/shm is memory, or here has no disk"):
+        subject.plan_for(settings, 1, shape_config("smollm2-135m"))
+
+
 def test_the_memory_of_a_cpu_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """1.5 billion parameters take 24 GiB in fp32: in halves they would fit twice 22."""
     machine = make_machine(
