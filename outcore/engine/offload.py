@@ -46,7 +46,7 @@ from outcore.planning.memory import DEVICE_SHARE, HOST_SHARE
 from outcore.planning.plan import Plan
 from outcore.store.heap import Heap
 from outcore.store.ledger import Ledger
-from outcore.store.memory_limits import available_host_bytes, resident_bytes
+from outcore.store.memory_limits import anonymous_bytes, available_host_bytes
 from outcore.stream.expansion import Expansion
 from outcore.stream.lanes import Lane
 from outcore.stream.slots import Slots
@@ -337,7 +337,7 @@ def _process_limit(options: OffloadOptions) -> int | None:
     if host is not None:  # it covers all of the memory, or with a device's budget the rest of it
         budget = host + (device or 0)
         most = budget if most is None else min(most, budget)
-    return None if most is None else resident_bytes() + most
+    return None if most is None else anonymous_bytes() + most
 
 
 def _lift_device_limit(device: torch.device) -> None:

@@ -11,20 +11,20 @@ import ctypes
 import functools
 from collections.abc import Callable
 
-from outcore.store.memory_limits import resident_bytes
+from outcore.store.memory_limits import anonymous_bytes
 
 _SHARE = 0.95  # of the limit: what is freed next was taken before
 
 
 class Heap:
-    """Keeps the resident set of the process within ``limit_bytes``, as far as holes make it."""
+    """Keeps the memory of the process within ``limit_bytes``, as far as holes make it."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         self._limit_bytes = limit_bytes if _trim() is not None else None
 
     def settle(self) -> None:
         """Give holes back if the process is about to pass its limit; called between blocks."""
-        if self._limit_bytes is None or resident_bytes() <= _SHARE * self._limit_bytes:
+        if self._limit_bytes is None or anonymous_bytes() <= _SHARE * self._limit_bytes:
             return
         if (trim := _trim()) is not None:
             trim(0)

@@ -13,8 +13,17 @@ def available_host_bytes() -> int | None:
 
 def resident_bytes() -> int:
     """Return the resident set size of this process (0 where /proc is absent)."""
-    for line in _read(Path("/proc/self/status")).splitlines():
-        if line.startswith("VmRSS:"):
+    return _status_bytes("VmRSS:")
+
+
+def anonymous_bytes() -> int:
+    """Return what of it is memory and no file: pages of files the system can drop by itself."""
+    return _status_bytes("RssAnon:")
+
+
+def _status_bytes(name: str, status: Path = Path("/proc/self/status")) -> int:
+    for line in _read(status).splitlines():
+        if line.startswith(name):
             return int(line.split()[1]) * 1024
     return 0
 

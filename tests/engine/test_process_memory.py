@@ -30,7 +30,7 @@ def test_a_process_may_grow_by_its_budgets(
     budgets: dict[str, str], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offload, "available_host_bytes", lambda: 8 * GIB)
-    monkeypatch.setattr(offload, "resident_bytes", lambda: 100)
+    monkeypatch.setattr(offload, "anonymous_bytes", lambda: 100)
     limits: list[Any] = []
     monkeypatch.setattr(offload, "Heap", lambda limit: limits.append(limit) or heap.Heap(limit))
     outcore.offload(LLAMA.make(), device="cpu", **budgets)
@@ -51,5 +51,5 @@ def test_holes_are_given_back_after_each_block(monkeypatch: pytest.MonkeyPatch) 
         return len(trims) - before
 
     assert step() == 0
-    monkeypatch.setattr(heap, "resident_bytes", lambda: 1 << 60)
+    monkeypatch.setattr(heap, "anonymous_bytes", lambda: 1 << 60)
     assert step() >= 2 * num_blocks  # forward and backward

@@ -13,18 +13,18 @@ from outcore.store.heap import Heap
 HOLES = """
 import numpy as np
 from outcore.store.heap import Heap
-from outcore.store.memory_limits import resident_bytes
+from outcore.store.memory_limits import anonymous_bytes
 
-before = resident_bytes()
+before = anonymous_bytes()
 arrays = [np.ones(100_000, dtype=np.uint8) for _ in range(3000)]
 kept = arrays[::10]
 del arrays
-holes = resident_bytes() - before
+holes = anonymous_bytes() - before
 Heap(None).settle()
 Heap(1 << 50).settle()
-left = resident_bytes() - before
-Heap(resident_bytes()).settle()
-print(holes, left, resident_bytes() - before, int(sum(array.sum() for array in kept)))
+left = anonymous_bytes() - before
+Heap(anonymous_bytes()).settle()
+print(holes, left, anonymous_bytes() - before, int(sum(array.sum() for array in kept)))
 """
 
 
@@ -50,7 +50,7 @@ def test_only_a_process_near_its_limit_pays_for_it(
 ) -> None:
     calls: list[int] = []
     monkeypatch.setattr(heap, "_trim", lambda: calls.append)
-    monkeypatch.setattr(heap, "resident_bytes", lambda: resident)
+    monkeypatch.setattr(heap, "anonymous_bytes", lambda: resident)
     Heap(limit_bytes).settle()
     assert calls == [0] * trims
 
