@@ -199,8 +199,8 @@ def offload_from(
     if plan is not None:
         check_plan_is_for(plan, model)
     units = build_units(model, options)
-    heap = Heap(_process_limit(options))
     host_ledger, device_ledger = _open_books(options)
+    heap = Heap(_process_limit(options, host_ledger.within))
     if options.is_compiled:
         start_compiler()
     copy_in = Lane("copy-in", options.device, hardware="to device")
@@ -327,15 +327,13 @@ def _open_books(options: OffloadOptions) -> tuple[Ledger, Ledger]:
     )
 
 
-def _process_limit(options: OffloadOptions) -> int | None:
-    """Return what the process may grow to where its tensors come from the C library."""
-    if options.device.type != "cpu":
+def _process_limit(options: OffloadOptions, memory: Ledger | None) -> int | None:
+    """Return what the process may grow to; None where its tensors are not in one ``memory``."""
+    if memory is None:
         return None
-    host, device = options.host_memory_bytes, options.device_memory_bytes
-    available = available_host_bytes()
-    most = None if available is None else int(available * HOST_SHARE)
+    most, host = memory.budget_bytes, options.host_memory_bytes
     if host is not None:  # it covers all of the memory, or with a device's budget the rest of it
-        budget = host + (device or 0)
+        budget = host + (options.device_memory_bytes or 0)
         most = budget if most is None else min(most, budget)
     return None if most is None else anonymous_bytes() + most
 

@@ -20,7 +20,7 @@ class Heap:
     """Keeps the memory of the process within ``limit_bytes``, as far as holes make it."""
 
     def __init__(self, limit_bytes: int | None) -> None:
-        self._limit_bytes = limit_bytes if _trim() is not None else None
+        self._limit_bytes = limit_bytes
 
     def settle(self) -> None:
         """Give holes back if the process is about to pass its limit; called between blocks."""

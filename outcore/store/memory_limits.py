@@ -11,19 +11,13 @@ def available_host_bytes() -> int | None:
     return min(limits) if limits else None
 
 
-def resident_bytes() -> int:
-    """Return the resident set size of this process (0 where /proc is absent)."""
-    return _status_bytes("VmRSS:")
-
-
 def anonymous_bytes() -> int:
-    """Return what of it is memory and no file: pages of files the system can drop by itself."""
-    return _status_bytes("RssAnon:")
+    """Return the resident memory of this process that is of no file (0 where /proc is absent).
 
-
-def _status_bytes(name: str, status: Path = Path("/proc/self/status")) -> int:
-    for line in _read(status).splitlines():
-        if line.startswith(name):
+    Pages of files the system can drop by itself.
+    """
+    for line in _read(Path("/proc/self/status")).splitlines():
+        if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     return 0
 
