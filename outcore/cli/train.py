@@ -233,7 +233,7 @@ def train_command(
 
         outcore train --model ./Qwen2.5-7B --data chats.jsonl --output tuned --epochs 2
 
-        outcore train --model ./Qwen2.5-7B --data chats.jsonl --output tuned --lora
+        outcore train --model ./Qwen2.5-7B --data chats.jsonl --output adapters --lora
 
         outcore train --config tuned.yaml --resume
     """
@@ -265,11 +265,14 @@ def train_command(
 
 
 def _train(console: Console, settings: TrainSettings) -> TrainResult:
+    from outcore.cli.warning_lines import warnings_told
     from outcore.train.display import display_for
     from outcore.train.run import train
 
+    display = display_for(console, log_every=settings.log_every)
     try:
-        return train(settings, display_for(console, log_every=settings.log_every))
+        with warnings_told(display.message):
+            return train(settings, display)
     except DoesNotFit as error:
         stop(_as_options(error.command_line, settings.dtype))
     except BadRow as error:
