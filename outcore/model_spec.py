@@ -26,7 +26,7 @@ from outcore.blocks import Part, end_module, find_parts, runs_as_block
 from outcore.kernels.packed_format import packed_format
 from outcore.model_config import check_layers, first_line, longest_sequence, read_config
 from outcore.model_directory import config_directory, is_hub_id
-from outcore.saved_activations import eager_elements, is_norm, saved_elements
+from outcore.saved_activations import dropped_elements, eager_elements, is_norm, saved_elements
 from outcore.shapes import config_from_dict, shape_config, shape_names
 from outcore.store.packed_spans import is_packable, packed_bytes
 from outcore.store.spans import SpanLayout, aligned_numel
@@ -51,6 +51,8 @@ class BlockSpec:
     kept_elements_per_token: float  # what autograd saves, without weights and the input; compiled
     kept_statistics_per_token: int  # fp32 values beside them: log-sum-exp, norms
     widest_elements_per_token: float  # the widest layer's output: gradients come in this size
+    remade_elements_per_token: float = 0.0  # not saved by compiled blocks: the backward makes them
+    dropped_elements_per_token: int = 0  # that dropouts of compiled blocks have a byte of mask for
     # Saved more where nothing is compiled: by type, since norms of bf16 save in fp32.
     eager_fp32_elements_per_token: float = 0.0
     eager_bf16_elements_per_token: float = 0.0
@@ -89,14 +91,20 @@ class BlockSpec:
 
     def kept_bytes_per_token(self, dtype: str, *, is_compiled: bool = True) -> float:
         """Return the activations of a kept block, without its input, masks and scores."""
-        elements = self.kept_elements_per_token
+        remade = self.remade_elements_per_token * BYTES_OF[dtype] if is_compiled else 0.0
+        return self.graph_bytes_per_token(dtype, is_compiled=is_compiled) - remade
+
+    def graph_bytes_per_token(self, dtype: str, *, is_compiled: bool = True) -> float:
+        """Return what the backward of a block reads, without its input, masks and scores."""
+        elements = self.kept_elements_per_token + self.remade_elements_per_token
         if not is_compiled:
             in_fp32, in_bf16 = (
                 self.eager_fp32_elements_per_token,
                 self.eager_bf16_elements_per_token,
             )
             elements += in_bf16 if dtype == "bf16" else in_fp32
-        return elements * BYTES_OF[dtype] + 4 * self.kept_statistics_per_token
+        masks = self.dropped_elements_per_token if is_compiled else 0  # else among the elements
+        return elements * BYTES_OF[dtype] + 4 * self.kept_statistics_per_token + masks
 
     def gradient_bytes_per_token(self, dtype: str, *, is_compiled: bool) -> float:
         """Return what stands beside the activations while a micro-batch is differentiated.
@@ -340,9 +348,11 @@ def _block_spec(part: Part, text: Any, index: int) -> BlockSpec:
         trainable_numel=layout.trainable_numel,
         attention=attention,
         input_elements_per_token=hidden * (2 if crosses else 1),
-        kept_elements_per_token=sum(saved),
+        kept_elements_per_token=sum(saved.kept),
+        remade_elements_per_token=sum(saved.remade),
+        dropped_elements_per_token=dropped_elements(part.module, text),
         kept_statistics_per_token=num_heads + num_norms,
-        widest_elements_per_token=max([hidden, *saved]),
+        widest_elements_per_token=max([hidden, *saved.all]),
         eager_fp32_elements_per_token=eager_elements(part.module, text, share, torch.float32),
         eager_bf16_elements_per_token=eager_elements(part.module, text, share, torch.bfloat16),
         frozen_matrices=tuple(

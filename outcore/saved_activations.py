@@ -31,15 +31,33 @@ _Key = tuple[type[nn.Module], str, tuple[bool, ...], int, torch.dtype]
 _found_inside: dict[_Key, _Inside] = {}
 
 
-def saved_elements(block: nn.Module, text: Any, share: float) -> list[float]:
-    """Return the sizes, per token, of what a compiled block saves for its backward.
+@dataclass(frozen=True, kw_only=True)
+class SavedElements:
+    """Sizes, per token, of what the backward of a compiled block reads."""
+
+    kept: tuple[float, ...]  # saved by the forward
+    remade: tuple[float, ...]  # made from these while the backward runs
+
+    @property
+    def all(self) -> tuple[float, ...]:
+        return *self.kept, *self.remade
+
+
+def saved_elements(block: nn.Module, text: Any, share: float) -> SavedElements:
+    """Return the sizes of what a compiled block's backward reads, without weights and input.
 
     Each distinct input of a matrix product and each product's output, less the last one, which is
-    the next block's input: outputs stand for what comes between two products (rotated queries, the
-    residual stream), which is saved once. Exact for Llama-like blocks with the default attention.
+    the next block's input unless a norm reads it first: outputs stand for what comes between two
+    products (rotated queries, the residual stream), which is saved once; of an adapter, what is
+    between its two products. Inputs that are an activation or a norm away from outputs are remade,
+    attention's output is not, nor anything around experts. Exact for Llama-like blocks with the
+    default attention.
     """
     inputs: list[float] = []
+    remade: list[float] = []
     outputs: list[float] = []
+    has_experts = share != 1 and any(_expert_elements(m, text, share) for m in block.modules())
+    begins_with_norm = any(not name.startswith("post") for name in _own_norms(block))
     inside_adapters = {
         id(inner)
         for module in block.modules()
@@ -48,19 +66,60 @@ def saved_elements(block: nn.Module, text: Any, share: float) -> list[float]:
     }
     for parent in block.modules():
         inputs += _expert_elements(parent, text, share)
+        inputs += [int(first.out_features) for first in _first_of_adapters(parent)]
+        inputs += _magnitude_elements(parent)
         if id(parent) in inside_adapters:
             continue  # its base is seen from outside, as if there were no adapter
         linears = list(_linears(parent))
+        inputs.append(_rotated_elements(parent, linears, text))
         widths = [width for _, width, _ in linears]
         for position, (name, width, out) in enumerate(linears):
             # Queries, keys and values read one tensor; the projection after them another.
             is_last = position == len(linears) - 1 and not name.startswith("v")
             if width not in widths[:position] or (is_last and len(linears) > 1):
-                inputs.append(width)
+                follows_norm = position == 0 and begins_with_norm
+                is_remade = follows_norm if _is_attention(parent) else len(linears) > 1
+                (remade if is_remade and not has_experts else inputs).append(width)
             outputs.append(out)
             if hasattr(parent, f"{name[0]}_norm"):  # normed queries beside the raw ones
                 outputs.append(out)
-    return [*inputs, *outputs[:-1]] if outputs else inputs
+    last = len(outputs) if _ends_with_norm(block) else len(outputs) - 1
+    return SavedElements(kept=(*inputs, *outputs[:last]), remade=tuple(remade))
+
+
+def _own_norms(block: nn.Module) -> list[str]:
+    return [name for name, child in block.named_children() if is_norm(child)]
+
+
+def _ends_with_norm(block: nn.Module) -> bool:
+    """Whether norms are before and after each half of a block, as in Gemma."""
+    return len(_own_norms(block)) > 3
+
+
+def _first_of_adapters(layer: nn.Module) -> Iterator[Any]:
+    """Yield the first product of each adapter that LoRA has put beside a layer.
+
+    Those beside a stack of experts' matrices are multiplied with each other, not with tokens.
+    """
+    firsts = getattr(layer, "lora_A", None)
+    if isinstance(firsts, nn.ModuleDict) and not hasattr(layer, "parameter_name"):
+        yield from (first for first in firsts.values() if hasattr(first, "out_features"))
+
+
+def _magnitude_elements(layer: nn.Module) -> list[float]:
+    """Return what DoRA scales in an adapted layer: the base's product and the adapter's.
+
+    Without a dropout the first may be saved anyway, and is counted twice.
+    """
+    magnitudes = getattr(layer, "lora_magnitude_vector", None)
+    if not isinstance(magnitudes, nn.ModuleDict):
+        return []
+    return [2.0 * p.numel() for p in magnitudes.parameters()]
+
+
+def _is_attention(module: nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    return "attention" in name or "attn" in name
 
 
 def _linears(parent: nn.Module) -> Iterator[tuple[str, int, int]]:
@@ -102,7 +161,9 @@ def eager_elements(block: nn.Module, text: Any, share: float, dtype: torch.dtype
         if experts:
             inner, is_gated = experts[2], True
             total += 2 * hidden  # what attention left, and the router's input
-        total += _unfused_elements(linears, text)
+        if _rotated_elements(parent, linears, text):
+            total += hidden  # the output is copied
+        total += _dropped_copies(parent)
         for name, child in parent.named_children():
             if next(child.children(), None) is not None:
                 continue
@@ -120,31 +181,61 @@ def eager_elements(block: nn.Module, text: Any, share: float, dtype: torch.dtype
                 total += width * _saved_inside(child, 1, dtype).elements
             elif inner and next(child.parameters(), None) is None:
                 total += inner * (_saved_inside(child, 1, dtype).elements + is_gated)
-    return total + max(0, num_norms - 2) * hidden
+    return total + (max(0, num_norms - 2) - _ends_with_norm(block)) * hidden
+
+
+def dropped_elements(block: nn.Module, text: Any) -> int:
+    """Return the elements, per token, that dropouts of a block have a mask for."""
+    widths = _adapter_dropouts(block)
+    dropouts = [m for m in block.modules() if isinstance(m, nn.Dropout) and m.p > 0]
+    return sum(widths.get(id(dropout), int(text.hidden_size)) for dropout in dropouts)
 
 
 def _adapter_dropouts(block: nn.Module) -> dict[int, int]:
     """Return the widths of the dropouts before adapters: those of what their layers take."""
     widths: dict[int, int] = {}
     for layer in block.modules():
-        width = getattr(getattr(layer, "base_layer", None), "in_features", None)
-        if isinstance(width, int):
+        width = _input_width(getattr(layer, "base_layer", None))
+        if width:
             dropouts = (inner for inner in layer.modules() if isinstance(inner, nn.Dropout))
             widths.update((id(dropout), width) for dropout in dropouts)
     return widths
 
 
-def _unfused_elements(linears: list[tuple[str, int, int]], text: Any) -> int:
-    """Return what comes of one product for queries, keys and values that are then rotated.
+def _dropped_copies(parent: nn.Module) -> float:
+    """Return what dropouts leave for adapters, beside the one input that their layers share.
 
-    The values hold on to all of it, beside the rotated queries and keys; the output is copied.
+    Attention's own output stays beside what is left of it.
     """
-    if len(linears) != 2 or not getattr(text, "rope_parameters", None):
+    total, seen = 0.0, set[int]()
+    for layer in parent.children():
+        width = _input_width(getattr(layer, "base_layer", None))
+        if width and any(isinstance(m, nn.Dropout) and m.p > 0 for m in layer.modules()):
+            if width in seen or (seen and _is_attention(parent)):
+                total += width
+            seen.add(width)
+    return total
+
+
+def _input_width(layer: Any) -> int:
+    """Return the width of what a matrix product takes; 0 of anything else."""
+    if hasattr(layer, "nf"):  # GPT-2's transposed product
+        return int(layer.weight.shape[0])
+    return int(getattr(layer, "in_features", 0))
+
+
+def _rotated_elements(parent: nn.Module, linears: list[tuple[str, int, int]], text: Any) -> int:
+    """Return the rotated queries and keys of one product for queries, keys and values.
+
+    The values hold on to all of what they were made with.
+    """
+    is_fused = len(linears) == 2 and _is_attention(parent)
+    if not (is_fused and getattr(text, "rope_parameters", None)):
         return 0
-    (_, width, out), (_, inner, _) = linears
+    (_, inner, _), (_, _, out) = sorted(linears, key=lambda linear: linear[2])
     num_heads = text.num_attention_heads
     values = inner // num_heads * (getattr(text, "num_key_value_heads", None) or num_heads)
-    return out - values + width if out == inner + 2 * values else 0
+    return out - values if out == inner + 2 * values else 0
 
 
 def _inner_width(linears: list[tuple[str, int, int]]) -> float:

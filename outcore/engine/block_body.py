@@ -41,5 +41,5 @@ def compiled_body() -> Callable[..., Any]:
     """Return ``run_body`` compiled; one compiled function serves every block of every model."""
     global _compiled_body
     if _compiled_body is None:
-        _compiled_body = compiled(run_body)
+        _compiled_body = compiled(run_body, saves_little=True)
     return _compiled_body

@@ -96,7 +96,8 @@ def offload(
         Each of these three also takes a list with one entry for each block. Once one of them is
         given, the others default to "host", "host" and "auto".
     dtype: bfloat16 computes in bf16 with an fp32 master; float32 is fp32 throughout; "bf16"
-        and "fp32" name them too. None: bfloat16 on a GPU, float32 on the CPU.
+        and "fp32" name them too. None: bfloat16 on a GPU and where the state is compact or
+        minimal, float32 on the CPU otherwise.
     gradient_dtype: the type in which gradients leave the device; None: the same as dtype.
     state_format: "fp32" is exact, 12 bytes a parameter with its bf16 weight; "compact" (8-bit
         moments, 24-bit master) takes 5, "minimal" (8-bit moments, bf16 weights) 4; both round

@@ -10,6 +10,8 @@ nothing that can be measured, and changes no other bit.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,21 +20,30 @@ _CACHE_TAG = "outcore-read-back-barrier"
 _SYNCED = "_outcore_synced_stores"
 
 
-def install() -> bool:
-    """Have every kernel that is compiled from now on wait before it reads a store of its own.
+@contextmanager
+def installed() -> Iterator[None]:
+    """Have every kernel that is compiled wait before it reads a store of its own.
 
-    Returns False, and does nothing, where torch has no such kernels to mend.
+    Kernels compiled without the barrier may lie in the compiler's cache: its key has a tag. Torch's
+    settings are a thread's own, so this is around each compilation. The barrier itself stays.
     """
+    if not _install():
+        yield
+        return
+    config = torch.compiler.config
+    tag = "-".join(filter(None, (config.cache_key_tag, _CACHE_TAG)))
+    with config.patch(cache_key_tag=tag):
+        yield
+
+
+def _install() -> bool:
+    """Return False, and do nothing, where torch has no such kernels to mend."""
     try:
         from torch._inductor.codegen.triton import TritonKernel
     except ImportError:
         return False
-    if getattr(TritonKernel.load, "is_mended", False):
-        return True
-    TritonKernel.load = _mended(TritonKernel.load)  # type: ignore[method-assign]
-    # Kernels compiled without the barrier may lie in the compiler's cache.
-    config = torch.compiler.config
-    config.cache_key_tag = "-".join(filter(None, (config.cache_key_tag, _CACHE_TAG)))
+    if not getattr(TritonKernel.load, "is_mended", False):
+        TritonKernel.load = _mended(TritonKernel.load)  # type: ignore[method-assign]
     return True
 
 

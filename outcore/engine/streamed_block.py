@@ -140,10 +140,12 @@ class StreamedBlock:
     ) -> Iterator[None]:
         """Watch what the block saves: to keep it without its weights, or to learn its size once.
 
-        The size is that of the first micro-batch for each, but for a last one that is smaller.
+        The size is that of the first micro-batch for each, but for a last one that is smaller. The
+        first block after a frozen embedding is not like the others: its input needs no gradient.
         """
         policy, signature = self._services.policy, _signature(tensors, batches)
-        measure = self._position is not None and not policy.is_measured(signature)
+        is_usual = self._position is not None and any(tensor.requires_grad for tensor in inputs)
+        measure = is_usual and not policy.is_measured(signature)
         if not (keep or measure):
             with _unseen_by_outer_hooks():
                 yield

@@ -22,9 +22,16 @@ from outcore.stream.lanes import Fence, Lane
 from outcore.stream.unit import Unit
 
 RING_BUFFERS = 24  # with chunks of 64 MiB of bf16: 1.5 GiB
+# Updates through a disk run in the order in which gradients come: more would only wait there.
+DISK_RING_BUFFERS = 8
 
 DirectPlace = Callable[[Chunk], "tuple[Tensor, list[Fence]] | None"]
 """Says where on the device a chunk's gradient may go, and after what; None: to the host."""
+
+
+def num_ring_buffers(*, on_disk: bool) -> int:
+    """Return the buffers of a ring; ``on_disk``: some weights or state are there."""
+    return DISK_RING_BUFFERS if on_disk else RING_BUFFERS
 
 
 class GradientSink(Protocol):
@@ -153,13 +160,14 @@ class PassingSink:
         numel = max((c.numel for c in chunks if c.unit.state_home != "device"), default=0)
         if numel == 0:
             return
+        num_buffers = num_ring_buffers(on_disk=any(c.unit.is_on_disk for c in chunks))
         arena = HostArena(
-            RING_BUFFERS * aligned_bytes(numel, wire_dtype),
+            num_buffers * aligned_bytes(numel, wire_dtype),
             purpose="gradients",
             ledger=host_ledger,
             pin=pin,
         )
-        self._ring = GradientRing(arena.span(numel, wire_dtype) for _ in range(RING_BUFFERS))
+        self._ring = GradientRing(arena.span(numel, wire_dtype) for _ in range(num_buffers))
 
     def deliver(self, unit: Unit, start: int, wire: Tensor, ready: Fence) -> Fence:
         for chunk in self._chunks[unit.index]:

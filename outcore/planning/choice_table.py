@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from outcore.machine.machine import Machine
 from outcore.model_spec import ModelSpec
-from outcore.optim.gradient_sinks import RING_BUFFERS
+from outcore.optim.gradient_sinks import num_ring_buffers
 from outcore.planning.choices import Choice, Choices, Counts
 from outcore.planning.cost import Costs, input_bytes
 from outcore.planning.memory import MemoryModel
@@ -68,8 +68,12 @@ class ChoiceTable:
         units = self.memory.units
         self._first_edges = float(sum(units.units[u].trainable_numel for u in units.first_edges))
         largest = max(unit.trainable_numel for unit in units.units)
-        self._ring = float(max(RING_BUFFERS * units.max_chunk, largest))
-        self._disk_piece = max(units.max_chunk, largest / MAX_DISK_PIECES)
+        self._ring, self._disk_ring = (
+            float(max(num_ring_buffers(on_disk=on_disk) * units.max_chunk, largest))
+            for on_disk in (False, True)
+        )
+        self._disk_ring += 2 * largest  # gradients that leave the device after its last work
+        self._disk_piece = max(units.max_chunk, units.largest_piece, largest / MAX_DISK_PIECES)
         self._chunk_sums = {
             unit: _sums([size for of, size in units.chunks if of == unit])
             for unit in sorted({of for of, _ in units.chunks})
@@ -150,7 +154,10 @@ class ChoiceTable:
             )
             has_pieces = (chunk > 0) & ((ds > 0) | (dw > 0))
             chunk = np.where(has_pieces, np.maximum(chunk, units.largest_piece), chunk)
-            host += RING_BUFFERS * chunk * float(sizes.gradient)
+            num_buffers = np.where(
+                has_pieces, num_ring_buffers(on_disk=True), num_ring_buffers(on_disk=False)
+            )
+            host += num_buffers * chunk * float(sizes.gradient)
         staging = np.where(
             w > n - ds,  # some state on disk has the master of a resident weight beside it
             units.state_staging_bytes(sizes, with_masters=True),
@@ -289,7 +296,7 @@ class ChoiceTable:
             lanes.append(read + fetched / costs.machine.disk_read_bytes_s)
             # What has not passed through staging, or the ring, holds up the forward or backward.
             staged = float(STAGING_PIECES * self._disk_piece)
-            held = staged if self._gradients_wait else staged + self._ring
+            held = staged if self._gradients_wait else staged + self._disk_ring
             written = np.maximum(0.0, state - held * sizes.moved) / both_ways_bytes_s
             if self._gradients_wait:
                 lanes.append(np.maximum(read, written) + costs.head_s + backward)

@@ -21,7 +21,7 @@ from outcore.units import BYTES_OF
 MATMUL_EFFICIENCY = 1.0  # of sustained products, beside reading the weights
 ATTENTION_HALF_TOKENS = 1050  # sequences of this length get half of attention's rate
 FP32_MATMUL_SHARE = 0.5  # TF32 products run at half the rate of bf16 ones
-FORWARD_TRAFFIC = 1.5  # element-wise reads and writes, in units of the activations that are saved
+FORWARD_TRAFFIC = 1.5  # element-wise reads and writes, in units of what the backward reads
 BACKWARD_TRAFFIC = 3.0
 ACCUMULATE_BYTES = 10  # a parameter and micro-batch: fp32 sum in and out, bf16 gradient in
 FIRST_ACCUMULATE_BYTES = 6  # the first micro-batch starts the sum
@@ -62,7 +62,7 @@ class Costs:
                 b.trainable_parameters,
                 b.forward_flops_per_token,
                 b.attention_flops(job.seq_len),
-                b.kept_bytes_per_token(job.dtype),
+                b.graph_bytes_per_token(job.dtype),
                 self._expanding_bytes(b),
             )
             for b in spec.blocks
@@ -74,7 +74,7 @@ class Costs:
         trainable: int,
         flops_per_token: float,
         attention_flops: float,
-        kept_bytes: float,
+        graph_bytes: float,
         expanding_bytes: float,
     ) -> BlockCost:
         machine, count = self.machine, self._num_micro_batches
@@ -84,7 +84,7 @@ class Costs:
         seq_len = self._job.seq_len
         attention_share = seq_len / (seq_len + ATTENTION_HALF_TOKENS)
         attention = attention_flops * self._job.sequences / attention_share
-        traffic_s = kept_bytes * self.tokens / machine.device_memory_bytes_s
+        traffic_s = graph_bytes * self.tokens / machine.device_memory_bytes_s
         accumulate = FIRST_ACCUMULATE_BYTES + (count - 1) * ACCUMULATE_BYTES + GRADIENT_OUT_BYTES
         trained_share = trainable / parameters
         return BlockCost(

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from outcore.machine.machine import Machine
 from outcore.model_spec import BlockSpec, ModelSpec
-from outcore.optim.gradient_sinks import RING_BUFFERS
+from outcore.optim.gradient_sinks import num_ring_buffers
 from outcore.planning.cost import input_bytes
 from outcore.planning.device_type import device_type, is_parted
 from outcore.planning.loss_chunks import chunk_rows
@@ -151,7 +151,8 @@ class MemoryModel:
         if ring_chunk:
             if has_pieces:  # on disk a small block is not cut as finely
                 ring_chunk = max(ring_chunk, self.units.largest_piece)
-            add("host", "gradients", RING_BUFFERS * ring_chunk * sizes.gradient)
+            num_buffers = num_ring_buffers(on_disk=has_pieces)
+            add("host", "gradients", num_buffers * ring_chunk * sizes.gradient)
         if stages:
             add(
                 "host",
@@ -198,13 +199,22 @@ class MemoryModel:
         return max((n for n, block in pairs if block.activations == "keep"), default=None)
 
     def _kept_per_token(self, block: BlockSpec) -> float:
-        job, is_compiled = self._job, self._is_gpu
-        kept = block.kept_bytes_per_token(job.dtype, is_compiled=is_compiled)
-        if block.attention is not None:
-            kept += block.attention.kept_bytes(
-                job.seq_len, job.dtype, is_masked=job.is_masked, is_compiled=is_compiled
-            )
-        return kept
+        kept = block.kept_bytes_per_token(self._job.dtype, is_compiled=self._is_gpu)
+        return kept + self._in_attention_per_token(block)
+
+    def _graph_per_token(self, block: BlockSpec) -> float:
+        graph = block.graph_bytes_per_token(self._job.dtype, is_compiled=self._is_gpu)
+        return graph + self._in_attention_per_token(block)
+
+    def _in_attention_per_token(self, block: BlockSpec) -> float:
+        if block.attention is None:
+            return 0.0
+        return block.attention.kept_bytes(
+            self._job.seq_len,
+            self._job.dtype,
+            is_masked=self._job.is_masked,
+            is_compiled=self._is_gpu,
+        )
 
     def working_bytes(self, keeps: Sequence[bool]) -> int:
         """Return what a step makes on the way, if these blocks keep their activations."""
@@ -230,9 +240,9 @@ class MemoryModel:
 
     @cached_property
     def _graph_bytes(self) -> list[float]:
-        """What autograd saves of one micro-batch, block by block."""
+        """What the backward of one micro-batch reads, block by block."""
         return [
-            self._rows_at_once * self._kept_per_token(block) + self._adapted_bytes(block)
+            self._rows_at_once * self._graph_per_token(block) + self._adapted_bytes(block)
             for block in self._spec.blocks
         ]
 

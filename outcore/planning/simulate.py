@@ -56,6 +56,7 @@ def simulate(
         for _ in range(num_passes - 1):
             step.forward()
             step.backward(delivers=False)
+        updates.begin_pass(clock.free[COMPUTE])
         step.forward()
         end = step.backward()
     # A lane that has more to do than the step is long falls behind a little more in each one.

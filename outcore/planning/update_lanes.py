@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outcore.optim.gradient_sinks import RING_BUFFERS
+from outcore.optim.gradient_sinks import num_ring_buffers
 from outcore.planning.cost import Costs
 from outcore.planning.lanes import DISK_READ, DISK_WRITE, HOST, TO_DEVICE, TO_HOST, LaneClock
 from outcore.planning.placement import STAGING_PIECES, Placement, Units
@@ -51,9 +51,10 @@ class UpdateLanes:
         self.uses_disk = "disk" in self.tiers
         self.ready = [0.0] * len(self.sizes)  # new weights of each unit
         self.awaited = [HOST] * len(self.sizes)  # the lane that made them late
-        self._chunk = units.max_chunk
+        self._largest_piece = float(units.largest_piece)
         # Pieces of a third of a block are fine enough, also where the ring holds less than a block.
-        self._ring_room = float(max(RING_BUFFERS * units.max_chunk, *self.sizes))
+        num_buffers = num_ring_buffers(on_disk="disk" in (*self.tiers, *self.weights))
+        self._ring_room = float(max(num_buffers * units.max_chunk, *self.sizes))
         self._piece = self._ring_room / 3
         self.held_up_by = TO_HOST  # the lane for which gradients wait on the device
         self._last_updater = HOST
@@ -64,6 +65,11 @@ class UpdateLanes:
         self._staged: list[float] = []  # when each piece that went through staging was written
 
     # --- gradients leave the device -----------------------------------------------------------
+
+    def begin_pass(self, at: float) -> None:
+        """Say that the pass begins whose gradients are delivered: state may be read for them."""
+        if not self._gradients_wait:
+            self._begun = at
 
     def deliver(self, unit: int, at: float) -> float:
         """Take a unit's gradient, complete at ``at``; return when its buffer may be reused."""
@@ -80,8 +86,9 @@ class UpdateLanes:
         left, end = float(numel - self.lodged[unit]), at
         if self.lodged[unit]:
             self.ready[unit] = self._on_device(unit, self.lodged[unit], at)
+        piece = self._disk_piece(left) if self.tiers[unit] == "disk" else self._piece
         while left > 0:
-            size = min(self._piece, left)
+            size = min(piece, left)
             end = self._leave(unit, size, max(at, self._room_for(size)))
             self._ring_room -= size
             self._pending.append(
@@ -152,9 +159,7 @@ class UpdateLanes:
         if self.lodged[unit]:
             self.ready[unit] = self._on_device(unit, self.lodged[unit], self._begun)
         left = float(numel - self.lodged[unit])
-        piece = left
-        if self.tiers[unit] == "disk":
-            piece = max(float(self._chunk), left / MAX_DISK_PIECES)
+        piece = self._disk_piece(left) if self.tiers[unit] == "disk" else left
         while left > 0:
             size = min(piece, left)
             ready = self._state_in(unit, size, at)
@@ -172,6 +177,10 @@ class UpdateLanes:
         after = max(free, self._begun)
         read = self._costs.disk_update_s(numel * self._disk_bytes(unit))
         return max(arrived, self._clock.run(DISK_READ, read, after, f"state {unit}"))
+
+    def _disk_piece(self, numel: float) -> float:
+        """Return the elements that are read, updated and written as one."""
+        return max(self._largest_piece, numel / MAX_DISK_PIECES)
 
     def _disk_bytes(self, unit: int) -> float:
         sizes = self._costs.bytes

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import lora
 import pytest
 import torch
 import torch._inductor.async_compile as async_compile
+import torch._inductor.compile_fx as compile_fx
 import torch._inductor.config as inductor_config
 
 import outcore
@@ -17,20 +19,25 @@ from outcore.engine.compilation import compiled
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The options that torch.compile is called with, which it then checks itself."""
+    """The options that torch's compiler is called with, which it then checks itself."""
     options: dict[str, Any] = {}
-    compile_for_real = torch.compile
+    compile_for_real = compile_fx.compile_fx
 
-    def watched(function: Any, **arguments: Any) -> Any:
-        options.update(arguments["options"])
-        return compile_for_real(function, **arguments)
+    def watched(*arguments: Any, **given: Any) -> Any:
+        options.update(given.get("config_patches") or {})
+        options["cache_key_tag"] = torch.compiler.config.cache_key_tag
+        return compile_for_real(*arguments, **given)
 
-    monkeypatch.setattr(torch, "compile", watched)
+    monkeypatch.setattr(compile_fx, "compile_fx", watched)
     return options
 
 
+def _twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
 def test_no_kernel_is_chosen_by_the_clock(given: dict[str, Any]) -> None:
-    compiled(torch.relu)
+    compiled(_twice)(torch.ones(2))
     assert given["triton.autotune_pointwise"] is False
     assert given.get("deterministic", False) is hasattr(inductor_config, "deterministic")
 
@@ -39,7 +46,7 @@ def test_a_torch_that_does_not_know_the_option(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outcore.engine.compilation._has_deterministic_option", lambda: False)
-    compiled(torch.relu)
+    compiled(_twice)(torch.ones(2))
     assert "deterministic" not in given
 
 
@@ -60,3 +67,48 @@ def test_processes_that_compile_start_before_weights_are_read(
         model = outcore.offload(lora.plain_model(), device="cpu", compile=is_compiled)
         outcore.release(model)
         assert happened == expected
+
+
+def test_what_other_threads_call_is_compiled_as_often_and_by_the_same_rules(
+    given: dict[str, Any],
+) -> None:
+    """torch's settings are a thread's own, and by those of a new one few shapes are compiled."""
+
+    def is_compiled(x: torch.Tensor) -> torch.Tensor:
+        return x + int(torch.compiler.is_compiling())
+
+    function, shapes = compiled(is_compiled), range(2, 14)
+    sums: list[float] = []
+    thread = threading.Thread(
+        target=lambda: sums.extend(float(function(torch.zeros(n)).sum()) for n in shapes)
+    )
+    thread.start()
+    thread.join()
+    assert sums == [*shapes]
+    assert given["cache_key_tag"] == "outcore-read-back-barrier"
+
+
+def _gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Any:
+    return (torch.nn.functional.silu(x @ gate) * (x @ up)) @ down
+
+
+def test_what_single_elements_give_is_not_saved() -> None:
+    """A gated product is made again from its two factors, with the same bits."""
+    torch.manual_seed(0)
+    shapes = (64, 96), (96, 256), (96, 256), (256, 96)
+    tensors = [torch.randn(shape).requires_grad_() for shape in shapes]
+    found = {}
+    for saves_little in (False, True):
+        saved: dict[int, int] = {}
+
+        def see(tensor: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
+            saved[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+            output = compiled(_gated, saves_little=saves_little)(*tensors)
+        grads = torch.autograd.grad(output.square().sum(), tensors)
+        found[saves_little] = [*saved.values()].count(64 * 256), output, grads
+    assert (found[False][0], found[True][0]) == (3, 2)
+    assert torch.equal(found[False][1], found[True][1])
+    assert all(map(torch.equal, found[False][2], found[True][2]))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from outcore.engine import read_back_barrier
+from outcore.engine.compilation import compiled
 
 inductor = pytest.importorskip("torch._inductor.codegen.triton")
 
@@ -35,13 +36,15 @@ def test_one_barrier_before_what_an_earlier_loop_stored() -> None:
 def test_installed_once_and_in_the_caches_key(monkeypatch: pytest.MonkeyPatch) -> None:
     original = getattr(inductor.TritonKernel.load, "__wrapped__", inductor.TritonKernel.load)
     monkeypatch.setattr(inductor.TritonKernel, "load", original)
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "mine")
-    assert read_back_barrier.install()
-    mended = inductor.TritonKernel.load
-    assert torch.compiler.config.cache_key_tag == "mine-outcore-read-back-barrier"
-    assert read_back_barrier.install()
-    assert inductor.TritonKernel.load is mended
-    assert torch.compiler.config.cache_key_tag == "mine-outcore-read-back-barrier"
+    # torch's own patch: a setting that monkeypatch takes back is one that torch then does not have.
+    with torch.compiler.config.patch(cache_key_tag="mine"):
+        with read_back_barrier.installed():
+            mended = inductor.TritonKernel.load
+            assert torch.compiler.config.cache_key_tag == "mine-outcore-read-back-barrier"
+        with read_back_barrier.installed():
+            assert inductor.TritonKernel.load is mended
+            assert torch.compiler.config.cache_key_tag == "mine-outcore-read-back-barrier"
+        assert torch.compiler.config.cache_key_tag == "mine"
 
 
 @pytest.mark.gpu
@@ -56,16 +59,15 @@ def test_a_compiled_norm_before_a_rotation_waits() -> None:
         left, right = normed.chunk(2, -1)
         return normed * angles.cos() + torch.cat((-right, left), -1) * angles.sin()
 
-    read_back_barrier.install()
     torch.manual_seed(0)
     options = {"device": "cuda", "dtype": torch.bfloat16}
     x = torch.randn(2, 128, 4, 256, **options, requires_grad=True)
     weight = torch.randn(256, **options, requires_grad=True)
     angles, grad = torch.randn(1, 128, 1, 256, **options), torch.randn(2, 128, 4, 256, **options)
-    compiled = torch.compile(rotated_norm, dynamic=False)
+    function = compiled(rotated_norm)
 
     def train() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(compiled(x, weight, angles), (x, weight), grad)
+        return torch.autograd.grad(function(x, weight, angles), (x, weight), grad)
 
     first, codes = run_and_get_code(train)
     kernels = "\n".join(codes).split("@triton.jit")[1:]
