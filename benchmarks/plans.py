@@ -90,6 +90,7 @@ SETTINGS = {
         plan={"device_memory": "24GiB", "clipping": "two-pass"},
     ),
     "3b-disk": ON_DISK,
+    "3b-disk-wait": replace(ON_DISK, clips=True, plan={**ON_DISK.plan, "host_memory": "16GiB"}),
     "3b-disk-clip": replace(ON_DISK, clips=True, plan={**ON_DISK.plan, "clipping": "two-pass"}),
 }
 
