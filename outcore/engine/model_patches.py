@@ -20,6 +20,7 @@ from outcore.blocks import end_module
 from outcore.engine.adapter_merging import merging_methods
 from outcore.engine.block_function import BlockCall, run_without_graph
 from outcore.engine.deferred_logits import deferred_logits
+from outcore.engine.edge_gradients import send_home
 from outcore.engine.offloaded import Engine
 from outcore.engine.one_block_at_a_time import LockedBlockFunction
 from outcore.engine.packed_parameters import hook_packed_parameters
@@ -27,7 +28,6 @@ from outcore.engine.saving_and_loading import hook_saving_and_loading, saving_me
 from outcore.engine.streamed_block import BlockServices, StreamedBlock
 from outcore.engine.token_ranges import TokenRanges
 from outcore.errors import OutcoreError
-from outcore.store.spans import Field
 from outcore.stream.unit import Unit
 
 
@@ -49,7 +49,8 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
     num_blocks = 0
     for unit in engine.units:
         for parameter in unit.parameters.values():
-            parameter._outcore = engine.backend  # type: ignore[attr-defined]
+            # Weak: the engine holds autograd's nodes of edges, and through them these parameters.
+            parameter._outcore = weakref.ref(engine.backend)  # type: ignore[attr-defined]
         if unit.arrives_whole:
             module, position = unit.part.module, num_blocks if unit.part.is_block else None
             num_blocks += unit.part.is_block
@@ -58,15 +59,9 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
             if unit.part.is_block and getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
         else:
-            for field in unit.layout.trainable:
-                # Weak: the collector cannot see through a hook that autograd holds.
-                hook = functools.partial(
-                    _take_edge_gradient, weakref.ref(engine), weakref.ref(unit), field
-                )
-                parameter = unit.parameters[field.name]
-                engine.undo_patches.append(
-                    parameter.register_post_accumulate_grad_hook(hook).remove
-                )
+            engine.undo_patches += [
+                send_home(engine, unit, field) for field in unit.layout.trainable
+            ]
     _make_edges_wait(model, engine)
     if head is not None:
         _make_head_wait_after_body(model, engine, head)
@@ -118,19 +113,6 @@ def _head_forward(
         is_compiled=engine.options.is_compiled,
         is_current=lambda: unit.version == version,
     )
-
-
-def _take_edge_gradient(
-    engine_ref: weakref.ref[Engine], unit_ref: weakref.ref[Unit], field: Field, parameter: Tensor
-) -> None:
-    """Send an edge's gradient to its home; without an optimizer it stays in ``.grad``."""
-    engine, unit = engine_ref(), unit_ref()
-    if engine is None or unit is None or engine.backend.gradients is None:
-        return
-    if parameter.grad is not None:
-        gradient, parameter.grad = parameter.grad, None
-        with engine.block_lock:
-            engine.backend.gradients.edge(unit, field, gradient)
 
 
 def _replace(engine: Engine, module: nn.Module, name: str, value: Any) -> None:

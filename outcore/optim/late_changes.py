@@ -35,13 +35,15 @@ class LateChanges:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._in_blocks: list[tuple[str, nn.Parameter]] = []
+        self._on_edges: list[tuple[str, nn.Parameter]] = []
         for unit in units:
             trainable = {field.name for field in unit.layout.fields if field.trainable}
             for name, parameter in unit.parameters.items():
                 if name not in trainable:
                     self._frozen.append((unit.full_name(name), parameter))
-                elif unit.arrives_whole:
-                    self._in_blocks.append((unit.full_name(name), parameter))
+                else:
+                    which = self._in_blocks if unit.arrives_whole else self._on_edges
+                    which.append((unit.full_name(name), parameter))
 
     def refuse(self) -> None:
         """Raise OutcoreError for what would be ignored."""
@@ -59,5 +61,13 @@ class LateChanges:
                     "streamed blocks go straight to the optimizer. Remove it (handle.remove()). "
                     "Clip with AdamW(max_grad_norm=...), scale with the loss or the lr of a param "
                     "group, and look at gradients with hooks on modules "
-                    "(register_full_backward_hook); hooks on the embedding and the head do run."
+                    "(register_full_backward_hook); register_hook on the embedding and the head "
+                    "does run."
+                )
+        for name, parameter in self._on_edges:
+            if parameter._post_accumulate_grad_hooks:
+                raise OutcoreError(
+                    f"{name} has a hook on its .grad, which would never run: its gradient goes "
+                    "straight to the optimizer. Remove it (handle.remove()), and use "
+                    "register_hook, which does run."
                 )

@@ -36,7 +36,7 @@ def backend_of(param_groups: list[dict[str, Any]]) -> OptimizerBackend:
     backend: OptimizerBackend | None = None
     for group in param_groups:
         for parameter in group["params"]:
-            found = getattr(parameter, "_outcore", None)
+            found = getattr(parameter, "_outcore", lambda: None)()
             if found is None:
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} does not belong to an "

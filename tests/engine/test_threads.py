@@ -72,6 +72,33 @@ def test_gradients_of_several_threads_add_up(options: dict[str, Any]) -> None:
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_gradients_of_an_edge_that_come_at_once_add_up(name: str) -> None:
+    """autograd lets go of a parameter before it calls the hooks that come after its addition."""
+    num_threads = 4
+    plain = LLAMA.make()
+    model, optimizer = with_optimizer(offloaded(LLAMA.make()))
+    for seed in range(num_threads):
+        plain(**batch_of(seed=seed)).loss.backward()
+    together = threading.Barrier(num_threads)
+
+    def meet(gradient: torch.Tensor) -> None:
+        together.wait(timeout=60)
+
+    model.get_parameter(name).register_hook(meet)
+    for _ in range(20):
+        optimizer.zero_grad()
+        _in_threads(
+            *(
+                lambda s=seed: model(**batch_of(seed=s)).loss.backward()
+                for seed in range(num_threads)
+            )
+        )
+        found = gradients_of(model)[name]
+        expected = plain.get_parameter(name).grad
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
 def test_evaluation_beside_training_changes_nothing() -> None:
     """With labels or without: what one thread asks of the head is not what the other one gets."""
     weights = []

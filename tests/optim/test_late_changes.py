@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,8 +165,13 @@ HOOKS: dict[str, Register] = {
 }
 
 
-@pytest.mark.parametrize("kind", HOOKS)
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *itertools.product(["model.layers.1.mlp.up_proj.weight", "model.norm.weight"], HOOKS),
+        *itertools.product(["lm_head.weight", "model.embed_tokens.weight"], ["on .grad"]),
+    ],
+)
 @pytest.mark.parametrize("options", [{}, {"update_during_backward": True}], ids=str)
 def test_a_hook_that_would_not_run_is_refused(
     tmp_path: Path, name: str, kind: str, options: dict[str, Any]
