@@ -62,8 +62,11 @@ def test_same_curve_as_transformers(tmp_path: Path, name: str, make: Any) -> Non
     expected = run(transformers.Trainer, tmp_path / "plain", model=make(), **RUNS[name])
     found = run(Trainer, tmp_path / "ours", model=make(), **RUNS[name])
     assert_same_curve(found, expected)
+    # An element whose gradient is near zero moves by its rounding alone, as far as any other.
+    start, theirs = make().state_dict(), weights(expected)
     for key, tensor in weights(found).items():
-        torch.testing.assert_close(tensor, expected.model.state_dict()[key], rtol=1e-3, atol=1e-4)
+        moved = (theirs[key] - start[key]).norm()
+        assert (tensor - theirs[key]).norm() <= 1e-3 * moved, key
 
 
 def test_the_loss_falls(tmp_path: Path) -> None:
