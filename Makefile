@@ -63,7 +63,7 @@ $(INSTALLED): $(SETUP_INPUTS)
 	@if nvidia-smi -L >/dev/null 2>&1; then \
 	  echo "NVIDIA GPU found: installing torch with CUDA."; constraint=; \
 	else \
-	  echo "No NVIDIA GPU found: installing the torch version of ci-constraints.txt."; \
+	  echo "No NVIDIA GPU found: installing the versions of ci-constraints.txt."; \
 	  constraint="-c ci-constraints.txt"; \
 	fi; \
 	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS) $$constraint -e '.[dev]' || { \

@@ -60,10 +60,20 @@ class _Inductor:
         import torch._functorch.config as partitioner
         from torch._inductor.compile_fx import compile_fx
 
-        # What is to be saved is decided here, also where the backward is compiled later.
+        # What is to be saved is decided here; the backward itself is compiled when it first runs.
         saves = partitioner.patch(_SAVES_LITTLE if self._saves_little else {})
         with read_back_barrier.installed(), saves:
-            return compile_fx(graph, inputs, config_patches=self._options)
+            return compile_fx(
+                graph, inputs, inner_compile=_compile_kernels, config_patches=self._options
+            )
+
+
+def _compile_kernels(*args: Any, **kwargs: Any) -> Any:
+    """Compile a forward or a backward, in whichever thread first runs it."""
+    from torch._inductor import compile_fx
+
+    with read_back_barrier.installed():
+        return compile_fx.compile_fx_inner(*args, **kwargs)
 
 
 def start_compiler() -> None:

@@ -27,10 +27,10 @@ def installed() -> Iterator[None]:
     Kernels compiled without the barrier may lie in the compiler's cache: its key has a tag. Torch's
     settings are a thread's own, so this is around each compilation. The barrier itself stays.
     """
-    if not _install():
+    config: Any = torch.compiler.config
+    if not _install() or config.cache_key_tag.endswith(_CACHE_TAG):
         yield
         return
-    config = torch.compiler.config
     tag = "-".join(filter(None, (config.cache_key_tag, _CACHE_TAG)))
     with config.patch(cache_key_tag=tag):
         yield

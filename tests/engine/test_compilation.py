@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import lora
@@ -25,7 +27,6 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def watched(*arguments: Any, **given: Any) -> Any:
         options.update(given.get("config_patches") or {})
-        options["cache_key_tag"] = torch.compiler.config.cache_key_tag
         return compile_for_real(*arguments, **given)
 
     monkeypatch.setattr(compile_fx, "compile_fx", watched)
@@ -69,9 +70,7 @@ def test_processes_that_compile_start_before_weights_are_read(
         assert happened == expected
 
 
-def test_what_other_threads_call_is_compiled_as_often_and_by_the_same_rules(
-    given: dict[str, Any],
-) -> None:
+def test_threads_compile_as_often_as_each_other() -> None:
     """torch's settings are a thread's own, and by those of a new one few shapes are compiled."""
 
     def is_compiled(x: torch.Tensor) -> torch.Tensor:
@@ -79,13 +78,33 @@ def test_what_other_threads_call_is_compiled_as_often_and_by_the_same_rules(
 
     function, shapes = compiled(is_compiled), range(2, 14)
     sums: list[float] = []
-    thread = threading.Thread(
-        target=lambda: sums.extend(float(function(torch.zeros(n)).sum()) for n in shapes)
-    )
+    _in_a_thread(lambda: sums.extend(float(function(torch.zeros(n)).sum()) for n in shapes))
+    assert sums == [*shapes]
+
+
+def test_kernels_of_a_backward_in_another_thread_are_told_from_others_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A backward is compiled when it first runs; on a GPU that is in a thread of autograd's."""
+    tags: list[tuple[bool, str]] = []
+    compile_for_real = compile_fx.compile_fx_inner
+
+    def watched(*arguments: Any, **given: Any) -> Any:
+        tags.append((given.get("is_backward", False), torch.compiler.config.cache_key_tag))
+        return compile_for_real(*arguments, **given)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", watched)
+    number = random.random()  # no cache has it
+    output = compiled(lambda x: (number * x).sin())(torch.ones(8, requires_grad=True))
+    _in_a_thread(lambda: output.sum().backward())
+    assert tags == [(False, "outcore-read-back-barrier"), (True, "outcore-read-back-barrier")]
+    assert torch.compiler.config.cache_key_tag == ""
+
+
+def _in_a_thread(work: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert sums == [*shapes]
-    assert given["cache_key_tag"] == "outcore-read-back-barrier"
 
 
 def _gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Any:
