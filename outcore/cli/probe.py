@@ -43,7 +43,7 @@ def probe_command(
     """Measure copies, host memory, disk and arithmetic of this machine, in under a minute.
 
     The report is kept for this hardware, driver and torch; the next call shows it at once, with the
-    memory that is free by then. The disk is written to for seconds (20 to 30 GB on a fast one), in
+    memory that is free by then. The disk is written to for seconds (30 to 50 GB on a fast one), in
     a file of 16 GiB at most that has no name: nothing is left behind. Without a GPU the CPU is
     measured as the device.
 
