@@ -50,6 +50,7 @@ class Costs:
         self.bytes = StateBytes.of(job)
         self._job = job
         self._spec = spec
+        self._beside_updates = 0 if machine.is_unified else self._linked_beside_updates(job)
         self.step_start_s = 0.0 if job.clipping == "none" else CLIPPING_S
         self._num_micro_batches = -(-job.sequences // micro_batch)
         self._matmul_flops_s = machine.matmul_flops_s * MATMUL_EFFICIENCY
@@ -127,8 +128,21 @@ class Costs:
         return (hidden * 2 + edges * self.bytes.weight) / self.machine.device_memory_bytes_s
 
     def update_on_host_s(self, numel: float) -> float:
-        """With or without the visitor's help: both are bound by the host's memory."""
-        return numel * self.bytes.update_traffic / self.machine.host_update_bytes_s
+        """With or without the visitor's help: both are bound by the host's memory.
+
+        So is what crosses the link meanwhile, which the probe's update had not beside it.
+        """
+        traffic = self.bytes.update_traffic + self._beside_updates
+        return numel * traffic / self.machine.host_update_bytes_s
+
+    def _linked_beside_updates(self, job: Job) -> int:
+        """Return the bytes a parameter that cross the link while updates run.
+
+        Where gradients wait these are the weights of the forward that updates hide behind, else
+        those of both passes and the gradient.
+        """
+        sizes = self.bytes
+        return sizes.weight if job.gradients_wait else 2 * sizes.weight + sizes.gradient
 
     def update_on_device_s(self, numel: float) -> float:
         return numel * self.bytes.update_traffic / self.machine.device_memory_bytes_s

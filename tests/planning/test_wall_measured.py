@@ -36,9 +36,6 @@ def test_resident_steps(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", ROWS)
-def test_streamed_steps(tokens: int, request: Any) -> None:
-    if tokens == 8192:
-        reason = "the link takes host memory from the update that binds (docs/bandwidth-wall.md)"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+def test_streamed_steps(tokens: int) -> None:
     measured: dict[str, Any] = ROWS[tokens]["streamed"]
     assert predicted_s(tokens, streamed=True) == pytest.approx(measured["measured_s"], rel=0.05)
