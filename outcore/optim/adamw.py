@@ -422,6 +422,7 @@ class AdamW(torch.optim.Optimizer):
                 f"the gradient is not finite in {', '.join(bad)} (step {self._step}), and "
                 "update_during_backward has already applied it: load the last checkpoint."
             )
+        self._late_changes.refuse()  # gradients that no block gave come at any time
 
     def _names(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full name of each parameter that has a state here."""

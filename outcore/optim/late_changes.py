@@ -64,6 +64,13 @@ class LateChanges:
                     "(register_full_backward_hook); register_hook on the embedding and the head "
                     "does run."
                 )
+            if parameter.grad is not None:
+                raise OutcoreError(
+                    f"{name} was also used outside of its block, and its gradient from there would "
+                    "be lost: those of streamed blocks go from the block straight to the "
+                    "optimizer. Leave out the term of the loss that is made of it, or compute it "
+                    "in the block's forward and return it."
+                )
         for name, parameter in self._on_edges:
             if parameter._post_accumulate_grad_hooks:
                 raise OutcoreError(

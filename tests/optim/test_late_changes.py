@@ -190,6 +190,32 @@ def test_a_hook_that_would_not_run_is_refused(
     assert optimizer.num_steps == 2
 
 
+@pytest.mark.parametrize("placement", ["host", "device"])
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("during", [False, True])
+def test_a_loss_of_a_blocks_own_parameters_is_refused(
+    tmp_path: Path, placement: str, max_grad_norm: float | None, during: bool
+) -> None:
+    """PEFT's AdaLoRA makes one: its gradient would go to .grad, which nobody reads."""
+    model = offloaded(plain_model(), tmp_path, placement)
+    optimizer = outcore.AdamW(
+        model, max_grad_norm=max_grad_norm, update_during_backward=during, **OPTIONS
+    )
+    ids = torch.arange(8)[None]
+
+    def forward_and_backward() -> Tensor:
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        loss = loss + model.model.layers[1].mlp.up_proj.weight.square().sum()
+        loss.backward()
+        return loss.detach()
+
+    refused = r"layers\.1\.mlp\.up_proj\.weight was also used outside of its block"
+    with pytest.raises(outcore.OutcoreError, match=refused):
+        optimizer.step(forward_and_backward)
+    optimizer.zero_grad()
+    train(model, optimizer, range(2))
+
+
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
 def test_hooks_on_edges_run(tmp_path: Path, name: str) -> None:
     plain = plain_model()
