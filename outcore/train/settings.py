@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -107,7 +109,7 @@ class TrainSettings:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be more than 0, not {value}")
-        if not -(2**63) <= self.seed < 2**63:
+        if not -_MOST <= self.seed < _MOST:
             raise ValueError(f"seed must be a number of 64 bits, not {self.seed}")
         for name in ("beta1", "beta2", "lora_dropout", "held_out", "min_lr"):
             if not 0 <= getattr(self, name) < 1:
@@ -189,7 +191,11 @@ def settings_of(values: Mapping[str, Any]) -> TrainSettings:
     if of_lora and "lora" not in values:  # all parameters would be trained
         raise ValueError(f"{of_lora[0]} is for LoRA: add --lora")
     hints = get_type_hints(TrainSettings)
-    return TrainSettings(**{name: _typed(name, v, hints[name]) for name, v in values.items()})
+    typed = {name: _typed(name, value, hints[name]) for name, value in values.items()}
+    for name in ("data", "eval_data", "output", "cache_dir"):  # others are looked for at home later
+        if name in typed:
+            typed[name] = _with_home(typed[name])
+    return TrainSettings(**typed)
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
@@ -212,16 +218,32 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     elif not isinstance(value, bool):
         number = _number(value)  # YAML takes 1e-5 for text, since it has no dot
         if number is not None and (kind is float or number == int(number)):
-            return kind(number)
+            if kind is int and not -_MOST <= number < _MOST:
+                raise ValueError(f"{name} must be a number of 64 bits, not {value}")
+            with contextlib.suppress(OverflowError):
+                return kind(number)
     raise ValueError(f"{name} must be {_KINDS.get(kind, 'a list of texts')}, not {value!r}")
 
 
+_MOST = 2**63
 _KINDS = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
 
 
+def _with_home(paths: Any) -> Any:
+    """Return a path, or several, with the home directory for ~, which no shell sees in a YAML file
+    or behind the = of an option.
+    """
+    if isinstance(paths, tuple):
+        return tuple(map(os.path.expanduser, paths))
+    return paths if paths is None else os.path.expanduser(paths)
+
+
 def _number(value: Any) -> float | None:
+    if isinstance(value, (int, str)):
+        with contextlib.suppress(ValueError):
+            return int(value)  # as it is: beyond 2^53 a float would be another number
     try:
-        number = float(value) if isinstance(value, (int, float, str)) else math.nan
+        number = float(value) if isinstance(value, (float, str)) else math.nan
     except ValueError:
         return None
     return number if math.isfinite(number) else None

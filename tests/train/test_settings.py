@@ -24,6 +24,21 @@ def test_one_file_or_several() -> None:
     assert settings_of({**LEAST, "data": ["a", "b"]}).data == ("a", "b")
 
 
+@pytest.mark.parametrize("seed", [2**53 + 1, 2**63 - 1, -(2**63), str(2**53 + 1)])
+def test_a_large_seed_is_used_as_it_is(seed: int | str) -> None:
+    assert settings_of({**LEAST, "seed": seed}).seed == int(seed)
+
+
+def test_a_tilde_is_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a YAML file, or behind `--output=`, no shell has replaced it."""
+    monkeypatch.setenv("HOME", "/home/ada")
+    paths = {"data": ["~/a.jsonl", "b.jsonl"], "output": "~/tuned", "cache_dir": None}
+    settings = settings_of({**LEAST, **paths, "eval_data": "~/e.jsonl"})
+    assert settings.data == ("/home/ada/a.jsonl", "b.jsonl")
+    assert settings.eval_data == ("/home/ada/e.jsonl",)
+    assert (settings.output, settings.cache_dir) == ("/home/ada/tuned", None)
+
+
 def test_the_learning_rate_is_that_of_the_method() -> None:
     assert settings_of(LEAST).learning_rate == FULL_LR
     assert settings_of({**LEAST, "lora": True}).learning_rate == LORA_LR
@@ -48,6 +63,8 @@ def test_the_learning_rate_is_that_of_the_method() -> None:
         ({"epochs": 0}, "epochs must be more than 0, not 0"),
         ({"lora": True, "lora_alpha": 0}, "lora_alpha must be more than 0, not 0"),
         ({"seed": 2**63}, "seed must be a number of 64 bits"),
+        ({"max_steps": 10**400}, "max_steps must be a number of 64 bits"),
+        ({"lr": 10**400}, "lr must be a number, not 1000"),
         ({"output": ""}, "output names no directory"),
         ({"model": " "}, "model names no directory"),
     ],
