@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import mmap
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,12 @@ class TokenCache:
     @property
     def pad_token_id(self) -> int:
         return self._manifest.pad_token_id
+
+    def padded_with(self, token_id: int) -> TokenCache:
+        """Return the same tokens with another one to fill sequences up."""
+        other = copy.copy(self)
+        other._manifest = replace(self._manifest, pad_token_id=token_id)
+        return other
 
     @property
     def checksum(self) -> int:

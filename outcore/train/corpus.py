@@ -14,7 +14,7 @@ from outcore.data.split import split_held_out
 from outcore.data.token_cache import TokenCache
 from outcore.data.tokenize import Progress, tokenize
 from outcore.train.settings import TrainSettings
-from outcore.train.vocabulary import check_vocabulary
+from outcore.train.vocabulary import within_vocabulary
 
 CACHE_FOLDER = "tokens"
 
@@ -50,7 +50,7 @@ def make_corpus(
     """
     assert settings.seq_len is not None
     cache = _tokens(settings, settings.data, tokenizer, progress)
-    check_vocabulary(cache, tokenizer, vocabulary_size)
+    cache = within_vocabulary(cache, tokenizer, vocabulary_size)
     examples, held_out = None, None
     if settings.held_out:
         examples, held_out = split_held_out(cache, settings.held_out)
@@ -79,7 +79,7 @@ def make_corpus(
     evaluation: Callable[[], Batches] | None = None
     if settings.eval_data:
         eval_cache = _tokens(settings, settings.eval_data, tokenizer, progress)
-        check_vocabulary(eval_cache, tokenizer, vocabulary_size)
+        eval_cache = within_vocabulary(eval_cache, tokenizer, vocabulary_size)
         if eval_cache.documents_per_example != cache.documents_per_example:
             raise ValueError(
                 f"data holds rows of {cache.row_format}, eval_data of {eval_cache.row_format}: "
