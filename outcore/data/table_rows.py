@@ -15,6 +15,8 @@ from outcore.data.raw_rows import RawBatch, RawRow, Unreadable
 from outcore.errors import MissingLibrary
 
 _ROWS_AT_ONCE = 256
+# What pyarrow and datasets raise about a file: also of columns with one name, and dates of Python.
+_FAULTS = (OSError, ValueError, KeyError, TypeError, OverflowError)
 _SAFE_PYARROW = (14, 0, 1)  # CVE-2023-47248: before, a file's types could bring a pickle along
 
 
@@ -31,7 +33,7 @@ def read_parquet(path: Path, columns: frozenset[str]) -> Iterator[RawBatch]:
             for batch in file.iter_batches(_ROWS_AT_ONCE, columns=wanted, use_threads=False):
                 yield _batch(path, batch, wanted, done, size / num_rows)
                 done += batch.num_rows
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pyarrow.ArrowException, *_FAULTS) as error:
         yield _broken(path, done, num_rows, error)
 
 
@@ -53,7 +55,7 @@ def read_saved_dataset(path: Path, columns: frozenset[str]) -> Iterator[RawBatch
         for table in dataset.with_format("arrow").iter(_ROWS_AT_ONCE):
             yield _batch(path, table, wanted, done, size / num_rows)
             done += table.num_rows
-    except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+    except (pyarrow.ArrowException, *_FAULTS) as error:
         yield _broken(path, done, num_rows, error)
 
 

@@ -12,14 +12,12 @@ from outcore.data.token_cache import TokenCache
 _READ_TOKENS = 1 << 22
 
 
-def within_vocabulary(
-    cache: TokenCache, tokenizer: Any, vocabulary_size: int | None
-) -> TokenCache:
+def within_vocabulary(cache: TokenCache, tokenizer: Any, vocabulary_size: int | None) -> TokenCache:
     """Return the cache; ValueError for a token that the model has no embedding of.
 
     Where that is the tokenizer's padding token, which nothing attends to, another one takes its
-    place. All tokens are looked at only where the tokenizer has more than the model: some have one that
-    never comes up.
+    place. All tokens are looked at only where the tokenizer has more than the model: some have one
+    that never comes up.
     """
     if vocabulary_size is None or max(tokenizer.get_vocab().values(), default=0) < vocabulary_size:
         return cache

@@ -347,6 +347,16 @@ def test_a_damaged_parquet_file(tmp_path: Path, make_cache: Any) -> None:
         make_cache(path)
 
 
+def test_a_parquet_file_with_two_columns_of_one_name(tmp_path: Path, make_cache: Any) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = [pyarrow.array(["the cat"]), pyarrow.array(["the mat"])]
+    table = pyarrow.Table.from_arrays(columns, names=["text", "text"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(BadRow, match=r'line 1: cannot be read: .*"text" exists 2 times'):
+        make_cache(tmp_path / "a.parquet")
+
+
 def test_rows_behind_the_damage_of_a_parquet_file_are_told(tmp_path: Path, make_cache: Any) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
