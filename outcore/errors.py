@@ -75,6 +75,10 @@ class BadRow(OutcoreError, ValueError):
         return f"{self.path}, line {self.line}: {self.why}"
 
 
+class UnknownFormat(BadRow):
+    """The first row has the fields of no format: to leave rows out does not help."""
+
+
 class UnsupportedTemplate(OutcoreError, ValueError):
     """The tokenizer's chat template does not tell which tokens are answers."""
 

@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from outcore.cli.output_until_closed import outlive_its_reader
 from outcore.cli.report import console_for, stop, write_json
-from outcore.errors import BadRow, DoesNotFit, OutcoreError
+from outcore.errors import BadRow, DoesNotFit, OutcoreError, UnknownFormat
 
 if TYPE_CHECKING:
     from outcore.train.figures import TrainResult
@@ -275,6 +275,8 @@ def _train(console: Console, settings: TrainSettings) -> TrainResult:
             return train(settings, display)
     except DoesNotFit as error:
         stop(_as_options(error.command_line, settings.dtype))
+    except UnknownFormat as error:
+        stop(str(error))
     except BadRow as error:
         stop(f"{error}; --skip-bad-rows leaves such rows out")
     except (OutcoreError, ValueError) as error:

@@ -19,7 +19,7 @@ from outcore.data.row_format import ALL_FIELDS, RowFormat, find_row_format
 from outcore.data.sources import Paths, Source, find_sources, fingerprint
 from outcore.data.token_cache import TokenCache, open_cache
 from outcore.data.workers import Work, encode_here, encode_in_processes
-from outcore.errors import BadRow, StoreError
+from outcore.errors import BadRow, StoreError, UnknownFormat
 
 _REPORTED_BAD_ROWS = 20
 _MOST_WORKERS = 16
@@ -163,7 +163,7 @@ def _find_format(batch: RawBatch) -> RowFormat | None:
         try:
             return find_row_format(fields)
         except RowFault as fault:  # not a matter of one row, so nothing to skip
-            raise BadRow(batch.path, row.line, str(fault)) from None
+            raise UnknownFormat(batch.path, row.line, str(fault)) from None
     return None
 
 

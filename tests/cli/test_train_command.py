@@ -104,6 +104,19 @@ def test_pairs_are_taken_whole(job: Demo, tmp_path: Path) -> None:
     assert f"{told}--tokens-per-step 256 or 384 would be exact\n" in result.stdout
 
 
+def test_to_leave_rows_out_is_offered_where_it_helps(job: Demo, tmp_path: Path) -> None:
+    rows = {"malformed": '{"text": "1+1=2"}\n{"text": 3}\n', "unknown": '{"question": "1+1="}\n'}
+    for name, text in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    for name, offer in (("malformed", "--skip-bad-rows leaves such rows out"), ("unknown", "")):
+        arguments = arguments_of(job, tmp_path / "out", "--data", str(tmp_path / f"{name}.jsonl"))
+        del arguments[2:4]  # the data of the demonstration
+        result = run_train(*arguments)
+        assert result.exit_code == 2, result.output
+        assert ("--skip-bad-rows" in result.stderr) == bool(offer)
+        assert offer in result.stderr
+
+
 def test_a_yaml_file_with_an_option_over_it(job: Demo, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(
