@@ -40,7 +40,7 @@ FORGETFUL = (
 _LEARNED_FROM = ["the cat sat on the mat and said hello to the world", "user assistant system\n"]
 
 
-def make_tokenizer(chat_template: str | None = None, vocabulary: int = 300) -> Any:
+def make_tokenizer(chat_template: str | dict[str, str] | None = None, vocabulary: int = 300) -> Any:
     """A byte-level BPE of a few hundred tokens, so that every text is possible."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

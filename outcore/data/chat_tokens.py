@@ -8,6 +8,7 @@ ones follow fails that check, and is refused rather than guessed at.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -44,8 +45,6 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._loss_on = loss_on
         self._has_template = bool(tokenizer.chat_template)
-        self._template = tokenizer.get_chat_template() if self._has_template else ""
-        self._marks_answers = bool(_GENERATION.search(self._template))
 
     def tokens(self, chat: Chat, *, answers_only: bool = False) -> Tokens:
         """Return the chat's tokens; ``answers_only`` whatever the loss is on."""
@@ -66,6 +65,23 @@ class ChatTokenizer:
         ids = np.array(encoded["input_ids"], dtype=np.uint32)
         offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         return ids, _inside(offsets, spans)
+
+    @functools.cached_property
+    def _template(self) -> str:
+        """Found when a chat comes: for texts, any tokenizer will do."""
+        named = self._tokenizer.chat_template
+        if isinstance(named, dict) and "default" not in named:
+            raise UnsupportedTemplate(
+                f"the tokenizer has several chat templates ({', '.join(sorted(named))}), and none "
+                "that is the default. Copy the one to train with to chat_template.jinja in its "
+                "directory"
+            )
+        template: str = self._tokenizer.get_chat_template()
+        return template
+
+    @functools.cached_property
+    def _marks_answers(self) -> bool:
+        return bool(_GENERATION.search(self._template))
 
     def _plain(
         self, messages: Sequence[Message], counted: Sequence[int], counts_all: bool

@@ -170,6 +170,15 @@ def test_a_template_that_rewrites_earlier_turns(tmp_path: Path, make_cache: Any)
     assert counted(cache, tokenizer) == ["<think></think>you<|im_end|>\n"]
 
 
+def test_several_templates_without_a_default(tmp_path: Path, make_cache: Any) -> None:
+    tokenizer = make_tokenizer({"rag": CHATML, "tool_use": CHATML})
+    chats = write_jsonl(tmp_path / "chats.jsonl", [{"messages": chat("hi", "hello")}])
+    with pytest.raises(UnsupportedTemplate, match=r"\(rag, tool_use\), and none that is"):
+        make_cache(chats, using=tokenizer)
+    some = write_jsonl(tmp_path / "texts.jsonl", [{"text": "the cat"}])  # which need no template
+    assert texts(make_cache(some, using=tokenizer), tokenizer) == ["the cat<|end|>"]
+
+
 def test_a_template_with_too_few_marks() -> None:
     once = "{% for m in messages %}{% if loop.last %}{% generation %}{{ m['content'] }}"
     once += "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
