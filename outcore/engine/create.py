@@ -23,7 +23,7 @@ from outcore.engine.placement import Places
 from outcore.engine.places import Place
 from outcore.errors import StoreError, UnsupportedModel
 from outcore.model_config import first_line, read_config, read_generation_config
-from outcore.model_directory import model_directory
+from outcore.model_directory import is_hub_id, model_directory
 from outcore.model_spec import auto_class as auto_class_of
 from outcore.weights.checkpoint_files import CheckpointFiles, Wanted
 from outcore.weights.converted import check_size, converted
@@ -70,6 +70,8 @@ def load(
             'is named by its id, "org/name".'
         )
     config = read_config(path / "config.json")
+    if is_hub_id(directory):
+        config.name_or_path = str(directory)  # adapters name their base, elsewhere too
     quantization = getattr(config, "quantization_config", None)
     if quantization:
         raise UnsupportedModel(
@@ -99,6 +101,7 @@ def load(
         # Shapes differ, or something is missing: transformers converts the files.
         check_size(base, files.num_elements, path)
         base = converted(auto_class or auto_class_of(config), path, unlike=files.unlike(base))
+        base.name_or_path = config.name_or_path
         model = _frozen_if_packed(base, options)
         if adapters is not None:
             model = with_adapters(base, adapters)

@@ -43,7 +43,7 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
     named_device(settings.device)  # or what follows was done for nothing
     subject.check_disk(settings)
     check_tensorboard(settings.tensorboard)
-    settings = subject.resolved(settings)
+    named, settings = settings.model, subject.resolved(settings)
     config = subject.config_of(settings)
     subject.check_rank(settings, config)
     subject.check_targets(settings, config)
@@ -96,7 +96,7 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
         if device_type == "cuda":
             start_compiler()  # before loading is timed: to import it is no part of that
         with display.loading():
-            model = subject.make_model(settings, plan)
+            model = subject.make_model(settings, plan, named)
         try:
             return Run(settings, display, plan, corpus, tokenizer, model, folder).train()
         finally:

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 import outcore
 from outcore.machine import here
 from outcore.model_config import first_line, read_config
-from outcore.model_directory import model_directory
+from outcore.model_directory import is_hub_id, model_directory
 from outcore.model_spec import model_without_values
 from outcore.named_device import named_device
 from outcore.planning.device_type import computing_on_cpu
@@ -151,8 +151,12 @@ def plan_for(
     )
 
 
-def make_model(settings: TrainSettings, plan: Plan) -> Any:
-    """Return the model in the homes of the plan, filled unit by unit."""
+def make_model(settings: TrainSettings, plan: Plan, named: str) -> Any:
+    """Return the model in the homes of the plan, filled unit by unit.
+
+    named: what the user calls it; adapters name their base so where that is an id of the Hub, which
+    means the same on other machines.
+    """
     torch.manual_seed(settings.seed)
     options: dict[str, Any] = {
         "plan": plan,
@@ -163,6 +167,8 @@ def make_model(settings: TrainSettings, plan: Plan) -> Any:
         model = outcore.load(settings.model, **options)
     else:
         model = outcore.from_config(config_of(settings), **options)
+    if settings.lora and is_hub_id(named):
+        model.peft_config["default"].base_model_name_or_path = named
     model.train()
     return model
 

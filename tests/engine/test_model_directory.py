@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,20 @@ def test_a_cached_model_is_loaded_offline(cache: Path) -> None:
     model = outcore.load("some-org/a-model.v1", device="cpu")
     for name, tensor in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_adapters_of_a_model_of_the_hub_name_it_by_its_id(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after from_pretrained: the folder of this machine's cache is no name elsewhere."""
+    peft = pytest.importorskip("peft")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # PEFT looks for the base's config when it saves
+    put_model(cache, "some-org/a-model")
+    adapters = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    model = outcore.load("some-org/a-model", adapters=adapters, device="cpu")
+    model.save_pretrained(tmp_path / "adapters")
+    saved = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == "some-org/a-model"
 
 
 def test_a_model_that_is_not_cached_is_named(cache: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from handmade_plans import GIB, make_machine
+from hub_cache import link_snapshot, offline_cache, put_snapshot
 from rich.console import Console
 from train_files import Files
 
@@ -96,3 +99,16 @@ def test_experts_that_are_one_tensor_may_be_targets_by_their_old_names() -> None
         model="m", data=("d",), output="o", lora=True, lora_targets=("q_proj", "w1", "w2", "w3")
     )
     subject.check_targets(settings, shape_config("mixtral-8x7b"))
+
+
+def test_adapters_of_a_model_of_the_hub_name_it_by_its_id(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # PEFT looks for the base's config when it saves
+    blobs = put_snapshot(offline_cache(files.folder / "hub", monkeypatch), "some-org/a-model")
+    shutil.copytree(files.model, blobs, dirs_exist_ok=True)
+    link_snapshot(blobs)
+    settings = files.settings(model="some-org/a-model", lora=True, max_steps=1)
+    train(settings, Display(Console(quiet=True)))
+    saved = json.loads((files.folder / "out" / "adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == "some-org/a-model"
