@@ -26,6 +26,7 @@ LossOn = Literal["answers", "last-answer", "all"]
 Tokens = tuple[NDArray[np.uint32], NDArray[np.bool_]]  # ids, and which of them count for the loss
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_ASKS_FOR_NONE = re.compile(r"\bcontent\b['\"\]]*\s+is\s+(not\s+)?none\b")
 _REMEDY = (
     "Give the tokenizer a template with {% generation %} around the answers, or count only the "
     "last answer (loss_on='last-answer') or every token (loss_on='all')"
@@ -114,6 +115,8 @@ class ChatTokenizer:
         if self._marks_answers:
             text, marked = self._render(messages)
             turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+            if len(marked) > len(turns) and list(counted) == turns:
+                return text, marked  # of which turn each is, matters only where some do not count
             if len(marked) != len(turns):
                 raise UnsupportedTemplate(
                     f"the chat template marks {len(marked)} answers of {len(turns)} with "
@@ -169,6 +172,19 @@ class ChatTokenizer:
         """
         if not messages:
             return "", []
+        try:
+            return self._rendered(messages, add_generation_prompt)
+        except RowFault:
+            # A call of a tool without words: most templates take it best without any content, but
+            # some (DeepSeek's) only with none.
+            full = [{"content": None, **message} for message in messages]
+            if full == list(messages) or not _ASKS_FOR_NONE.search(self._template):
+                raise
+        return self._rendered(full, add_generation_prompt)
+
+    def _rendered(
+        self, messages: Sequence[Message], add_generation_prompt: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
         try:
             texts, marked = render_jinja_template(
                 conversations=[list(messages)],

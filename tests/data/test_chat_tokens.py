@@ -179,6 +179,32 @@ def test_several_templates_without_a_default(tmp_path: Path, make_cache: Any) ->
     assert texts(make_cache(some, using=tokenizer), tokenizer) == ["the cat<|end|>"]
 
 
+def test_an_answer_with_several_marks() -> None:
+    """As TRL's template for Phi-3 has it: the very last end is marked by itself."""
+    tokenizer = make_tokenizer(
+        CHATML_WITH_MARKS + "{% generation %}{{ eos_token }}{% endgeneration %}"
+    )
+    messages = tuple(chat("hi", "hello", "and", "bye"))
+    ids, counts = ChatTokenizer(tokenizer, "answers").tokens(Chat(messages))
+    assert tokenizer.decode(ids[counts]) == "hellobye<|end|>"
+    with pytest.raises(UnsupportedTemplate, match="marks 3 answers of 2"):
+        ChatTokenizer(tokenizer, "last-answer").tokens(Chat(messages))
+
+
+def test_a_call_without_words_for_a_template_that_wants_none() -> None:
+    """As DeepSeek's do: content that is missing is an error there, as None is elsewhere."""
+    tokenizer = make_tokenizer(
+        "{% for message in messages %}{{ message['role'] }}\n"
+        "{% if message['content'] is none %}call {{ message['tool_calls'][0]['name'] }}"
+        "{% else %}{{ '' + message['content'] }}{% endif %}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}assistant\n{% endif %}"
+    )
+    call = {"role": "assistant", "tool_calls": [{"name": "add"}]}
+    messages = ({"role": "user", "content": "hi"}, call)
+    ids, counts = ChatTokenizer(tokenizer, "answers").tokens(Chat(messages))
+    assert tokenizer.decode(ids[counts]) == "call add<|im_end|>"
+
+
 def test_a_template_with_too_few_marks() -> None:
     once = "{% for m in messages %}{% if loop.last %}{% generation %}{{ m['content'] }}"
     once += "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
