@@ -27,6 +27,8 @@ Tokens = tuple[NDArray[np.uint32], NDArray[np.bool_]]  # ids, and which of them 
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ASKS_FOR_NONE = re.compile(r"\bcontent\b['\"\]]*\s+is\s+(not\s+)?none\b")
+_REFUSALS = (TemplateError, TypeError, ValueError, KeyError)  # of a template, about messages
+_ANY_WORD = "hello"
 _REMEDY = (
     "Give the tokenizer a template with {% generation %} around the answers, or count only the "
     "last answer (loss_on='last-answer') or every token (loss_on='all')"
@@ -78,7 +80,24 @@ class ChatTokenizer:
                 "directory"
             )
         template: str = self._tokenizer.get_chat_template()
+        if self._leaves_text_out(template):
+            raise UnsupportedTemplate(
+                "the chat template leaves out what messages say where that is a text: it is made "
+                "for lists of parts, such as images. Give the tokenizer one for texts"
+            )
         return template
+
+    def _leaves_text_out(self, template: str) -> bool:
+        """Whether it goes through a text as if that were a list, and finds nothing there."""
+        try:
+            texts, _ = render_jinja_template(
+                conversations=[[{"role": "user", "content": _ANY_WORD}]],
+                chat_template=template,
+                **self._tokenizer.special_tokens_map,
+            )
+        except _REFUSALS:  # rows will tell
+            return False
+        return _ANY_WORD not in texts[0]
 
     @functools.cached_property
     def _marks_answers(self) -> bool:
@@ -185,15 +204,16 @@ class ChatTokenizer:
     def _rendered(
         self, messages: Sequence[Message], add_generation_prompt: bool
     ) -> tuple[str, list[tuple[int, int]]]:
+        template = self._template  # not below: what is wrong with it is no fault of a row
         try:
             texts, marked = render_jinja_template(
                 conversations=[list(messages)],
-                chat_template=self._template,
+                chat_template=template,
                 return_assistant_tokens_mask=self._marks_answers,
                 add_generation_prompt=add_generation_prompt,
                 **self._tokenizer.special_tokens_map,
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except _REFUSALS as error:
             raise RowFault(f"the chat template refuses it: {error}") from None
         return texts[0], marked[0] if marked else []
 

@@ -179,6 +179,18 @@ def test_several_templates_without_a_default(tmp_path: Path, make_cache: Any) ->
     assert texts(make_cache(some, using=tokenizer), tokenizer) == ["the cat<|end|>"]
 
 
+def test_a_template_for_lists_of_parts() -> None:
+    """As SmolVLM's: it would find no part in a text, and every answer would be empty."""
+    parts = CHATML.replace(
+        "{{ message['content'] }}",
+        "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+        "{% endif %}{% endfor %}",
+    )
+    for loss_on in ("answers", "all"):
+        with pytest.raises(UnsupportedTemplate, match="leaves out what messages say"):
+            ChatTokenizer(make_tokenizer(parts), loss_on).tokens(Chat(tuple(chat("a", "b"))))
+
+
 def test_an_answer_with_several_marks() -> None:
     """As TRL's template for Phi-3 has it: the very last end is marked by itself."""
     tokenizer = make_tokenizer(
