@@ -215,6 +215,8 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     elif kind is bool or kind is str:
         if isinstance(value, kind):
             return value
+        if name in _BUDGETS and type(value) is int:  # bytes, which YAML takes for a number
+            return str(value)
     elif not isinstance(value, bool):
         number = _number(value)  # YAML takes 1e-5 for text, since it has no dot
         if number is not None and (kind is float or number == int(number)):
@@ -226,6 +228,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
 
 
 _MOST = 2**63
+_BUDGETS = ("device_memory", "host_memory")
 _KINDS = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
 
 

@@ -29,6 +29,12 @@ def test_a_large_seed_is_used_as_it_is(seed: int | str) -> None:
     assert settings_of({**LEAST, "seed": seed}).seed == int(seed)
 
 
+def test_a_budget_in_bytes_needs_no_quotes_in_yaml() -> None:
+    assert settings_of({**LEAST, "host_memory": 24_000_000_000}).host_memory == "24000000000"
+    with pytest.raises(ValueError, match="output must be text, not 7"):  # 007, perhaps
+        settings_of({**LEAST, "output": 7})
+
+
 def test_a_tilde_is_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a YAML file, or behind `--output=`, no shell has replaced it."""
     monkeypatch.setenv("HOME", "/home/ada")
