@@ -86,6 +86,8 @@ def objective_for(
     """
     if not corpus.is_pairs:
         return NextToken()
+    # As TRL's DPO, without dropout: the reference has none, and what it took would count.
+    model.eval()
     if settings.lora:
         return Preference(AdaptersOff(), AdaptersOff(), settings.dpo_beta)
     output = Path(settings.output)
