@@ -351,7 +351,12 @@ class Run:
             return
         self.best = self._best_so_far()
         asked = self.optimizer.hyperparameters()
-        resumed = run_state.load(self.folder, self.model, self.optimizer)
+        try:
+            resumed = run_state.load(self.folder, self.model, self.optimizer)
+        except StoreError as error:
+            if changed := self._changed_since_newest():
+                raise StoreError(f"{error}.{_others(changed)}", path=error.path) from error
+            raise
         for group, values in zip(self.optimizer.param_groups, asked, strict=True):
             group.update(values)  # those of the settings, which may be others than before
         if resumed is None:
@@ -362,10 +367,9 @@ class Run:
         try:
             self.corpus.training.load_state_dict(said.batches)
         except ValueError as error:
-            settings = f" Other settings than before: {', '.join(changed)}." if changed else ""
             raise StoreError(
                 f"{self.folder.path} is of a run on other data, or on other batches of it: "
-                f"{error}.{settings}",
+                f"{error}.{_others(changed)}",
                 path=self.folder.path,
             ) from error
         self.step, self.is_resumed = said.step, True
@@ -378,6 +382,13 @@ class Run:
         if changed:
             self.display.message("other settings than before: " + ", ".join(changed))
         self.display.message(f"resumed after step {self.step}")
+
+    def _changed_since_newest(self) -> list[str]:
+        with contextlib.suppress(StoreError):
+            for _, manifest in self.folder.newest(lambda *_: None):
+                said = read_values(manifest.values.get("run", {}), self.folder.path)
+                return changed_settings(said.settings, to_dict(self.settings))
+        return []
 
     def _best_so_far(self) -> float | None:
         """Return the loss of the checkpoint that is kept as the best one, which may be the newest:
@@ -395,3 +406,7 @@ class Run:
                 )
                 return None
         return None
+
+
+def _others(changed: list[str]) -> str:
+    return f" Other settings than before: {', '.join(changed)}." if changed else ""

@@ -12,6 +12,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from train_files import Files
 
+from outcore.errors import StoreError
 from outcore.train import loop as loop_module
 from outcore.train.display import Display
 from outcore.train.run import train
@@ -62,3 +63,12 @@ def test_fewer_steps_than_are_done_are_refused(files: Files) -> None:
         train(replace(settings, max_steps=2, resume=True), quiet())
     train(replace(settings, resume=True), quiet())
     assert (Path(settings.output) / "model.safetensors").exists()
+
+
+def test_the_setting_that_makes_it_another_model_is_named(files: Files) -> None:
+    pytest.importorskip("peft")
+    train(files.settings(lora=True, lora_rank=4), quiet())
+    other = files.settings(lora=True, lora_rank=8, max_steps=8, resume=True)
+    expected = r"is of another model.*here \(\d+ differ\)\. Other settings.*lora_rank was 4, is 8"
+    with pytest.raises(StoreError, match=expected):
+        train(other, quiet())
