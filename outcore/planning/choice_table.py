@@ -234,7 +234,7 @@ class ChoiceTable:
     # --- time -----------------------------------------------------------------------------------
 
     def least_s(self, c: Choices) -> Values:
-        """Return step times that no simulation goes much below: each lane's work, and the waits
+        """Return step times that no simulation goes below: each lane's work, and the waits
         of a forward for the updates before it."""
         n, costs, sizes, trained = self.num_blocks, self.costs, self._sizes, self._trained
         forward, weights = self._forward, self._weights
@@ -277,7 +277,9 @@ class ChoiceTable:
             ends = (before * each + (forward[n] - forward[k])).max(axis=1)
             lanes.append(np.maximum(ends, host) + costs.head_s + backward)
         else:
-            lanes.append(compute - costs.step_start_s + first_edges * each)
+            # Of the first edges' state, what lodges is updated beside what the host has of it.
+            beside = costs.step_start_s + costs.update_on_device_s(1.0) * lodged
+            lanes.append(compute - beside + first_edges * each)
             lanes.append(
                 np.maximum(0.0, on_host - 2 * self._ring) * each + forward[n] + without_updates
             )
