@@ -7,7 +7,7 @@ does, the first three, and so on. Where nothing does, what the machine would hav
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 from outcore.machine.machine import Machine
 from outcore.planning.change_words import is_beyond
 from outcore.planning.choices import TIERS
-from outcore.planning.memory import DEVICE_SHARE, DEVICE_SLACK, budgets_of
+from outcore.planning.device_type import is_parted
+from outcore.planning.memory import (
+    DEVICE_SHARE,
+    DEVICE_SLACK,
+    HOST_SHARE,
+    PROCESS_BYTES,
+    budgets_of,
+)
 from outcore.planning.plan import Budgets, Job, StateFormat, Tier
 
 Needs = Callable[[Job], NDArray[np.int64]]
@@ -136,24 +143,36 @@ class Changes:
         return None
 
     def _several(self) -> Iterator[Job]:
-        """Yield pairs, then pairs with a larger budget, then three changes and more."""
+        """Yield pairs, then changes with larger budgets, then three changes and more."""
         kinds = list(dict.fromkeys(kind for kind, _ in self._moves(self._job)))
         fits_at_all = any(map(self._fits, self._combined(kinds)))
         if fits_at_all:
             for pair in combinations(kinds, 2):
                 yield from self._combined(pair)
-        larger = [
-            self._larger_budget(tier, changed)
-            for _, changed in self._moves(self._job)
-            for tier in TIERS
-        ]
-        for job in (*larger, *self._all_larger()):
-            if job is not None and not is_beyond(job, self._job, self._machine):
-                yield job
+        yield from self._here(self._with_larger_budgets())
         if fits_at_all:
             for count in range(3, len(kinds) + 1):
                 for several in combinations(kinds, count):
                     yield from self._combined(several)
+        elif any(map(self._is_held, self._combined(kinds))):
+            for count in range(2, len(kinds) + 1):
+                for several in combinations(kinds, count):
+                    for job in filter(self._is_held, self._combined(several)):
+                        yield from self._here(self._all_larger(job))
+
+    def _here(self, jobs: Iterable[Job | None]) -> Iterator[Job]:
+        """Yield those that ask for no more than the machine has."""
+        for job in jobs:
+            if job is not None and not is_beyond(job, self._job, self._machine):
+                yield job
+
+    def _with_larger_budgets(self) -> Iterator[Job | None]:
+        """Yield changes with one larger budget, and then with all that are short."""
+        moves = [changed for _, changed in self._moves(self._job)]
+        for changed in moves:
+            yield from (self._larger_budget(tier, changed) for tier in TIERS)
+        for changed in (self._job, *moves):
+            yield from self._all_larger(changed)
 
     def _combined(self, kinds: Sequence[str]) -> list[Job]:
         """Return the job with a change of each kind."""
@@ -162,17 +181,40 @@ class Changes:
             jobs = [new for job in jobs for of, new in self._moves(job) if of == kind]
         return jobs
 
-    def _all_larger(self) -> list[Job]:
-        """Return the job with larger budgets of every tier that is short, if that fits."""
-        rows, limits = self._needed(self._job), self._limits(self._job)
+    def _all_larger(self, job: Job | None = None) -> list[Job]:
+        """Return the job with larger budgets of every tier that is short, if that fits.
+
+        Within what the machine has, where some choice is.
+        """
+        job = job or self._job
+        rows, limits = self._needed(job), self._limits(job)
+        held = self._held(job, rows)
+        rows = rows[held] if held.any() else rows
         nearest = rows[int(np.argmin(np.maximum(0, rows - limits).sum(axis=1)))]
         short: dict[Tier, int] = {
             tier: int(need)
             for tier, need, limit in zip(TIERS, nearest, limits, strict=True)
             if need > limit
         }
-        larger = replace(self._job, budgets=self._budgets(self._job, short))
+        if is_parted(self._machine) and "device" in short:  # what it takes, the host has no longer
+            short["host"] = int(nearest[TIERS.index("host")])
+        larger = replace(job, budgets=self._budgets(job, short))
         return [larger] if self._fits(larger) else []
+
+    def _is_held(self, job: Job) -> bool:
+        return bool(self._held(job, self._needed(job)).any())
+
+    def _held(self, job: Job, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which choices the machine would hold, were all of its memory asked for."""
+        whole = budgets_of(self._machine, Budgets(disk_bytes=job.budgets.disk_bytes))
+        fits = rows <= np.array([whole[tier] for tier in TIERS])
+        if is_parted(self._machine):
+            device, host, _ = rows.T
+            memory = self._machine.host_memory_bytes * HOST_SHARE - PROCESS_BYTES
+            parts = device / (1 - DEVICE_SLACK) + host <= memory
+            fits[:, TIERS.index("device")] = fits[:, TIERS.index("host")] = parts
+        held: NDArray[np.bool_] = np.logical_and.reduce(fits, axis=1)
+        return held
 
     # --- what fits ------------------------------------------------------------------------------
 
@@ -197,6 +239,13 @@ class Changes:
             has_it = sizes["host"] <= self._machine.device_memory_bytes * DEVICE_SHARE
             if job.budgets.device_bytes is None and has_it:
                 del sizes["device"]
+        if is_parted(self._machine) and "host" in sizes:
+            device = sizes.get("device") or job.budgets.device_bytes or 0
+            whole = int((sizes["host"] + device + PROCESS_BYTES) / HOST_SHARE) + 1
+            if whole > self._machine.host_memory_bytes:  # of which the device has its part
+                sizes["host"] = _round_up(whole)
+            elif sizes["host"] <= (job.budgets.host_bytes or whole):  # the device leaves enough
+                del sizes["host"]
         changed: dict[str, Any] = {f"{tier}_bytes": size for tier, size in sizes.items()}
         return replace(job.budgets, **changed)
 

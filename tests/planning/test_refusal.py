@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 from machines import GIB, H200, tiny_spec
 
 from outcore.errors import DoesNotFit
+from outcore.machine.catalogue import catalogue_machine
 from outcore.model_spec import model_spec
 from outcore.planning.change_words import command_line_words, python_words
+from outcore.planning.device_type import computing_on_cpu
 from outcore.planning.plan import Budgets, Job
 from outcore.planning.search import fits, make_plan
 from outcore.units import parse_bytes
@@ -91,6 +94,34 @@ def test_a_larger_budget_with_the_disk_where_the_machine_has_both() -> None:
     found = refusal("qwen2.5-7b", Job(tokens=32_768, seq_len=2048, budgets=budgets))
     assert found.changes[0].options.startswith("--device-memory ")
     assert " --disk PATH:" in found.changes[0].options
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ("qwen2.5-7b", "--device-memory X --host-memory X"),
+        ("qwen3-30b-a3b", "--device-memory X --host-memory X --disk PATH:X"),
+        ("llama-3.1-70b", "--clip-in-two-passes --device-memory X --host-memory X --disk PATH:X"),
+    ],
+)
+def test_larger_budgets_of_both_where_the_machine_has_them(shape: str, options: str) -> None:
+    """The choice that lacks least may lack more of one tier than there is."""
+    budgets = Budgets(disk_bytes=0, device_bytes=GIB, host_bytes=GIB)
+    found = refusal(shape, Job(tokens=32_768, seq_len=2048, budgets=budgets))
+    assert re.sub(r"[\d.]+GiB", "X", found.changes[0].options) == options
+
+
+@pytest.mark.parametrize("device_bytes", [4 * GIB, 26 * GIB])
+def test_a_memory_that_is_parted_would_have_to_hold_both_parts(device_bytes: int) -> None:
+    spec, laptop = model_spec("llama-3.1-8b"), catalogue_machine("cpu-laptop")
+    machine = computing_on_cpu(laptop, device_memory=device_bytes)
+    budgets = replace(NO_DISK, device_bytes=device_bytes)
+    job = Job(tokens=32_768, seq_len=2048, dtype="fp32", budgets=budgets)
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(spec, machine, job)
+    assert "of host memory (the machine has 28.0 GiB)" in caught.value.changes[-1].options
+    for change in caught.value.changes:
+        assert fits(spec, machine, change.job), change.options
 
 
 def test_a_larger_disk_where_the_machine_has_too_little_of_everything() -> None:
