@@ -258,7 +258,11 @@ def auto_class(config: Any) -> Any:
         ("ForTokenClassification", "AutoModelForTokenClassification"),
     ):
         if names[0].endswith(suffix):
-            return getattr(transformers, auto)
+            found = getattr(transformers, auto)
+            # Models that see images generate "conditionally" too, without an encoder of text.
+            images = transformers.AutoModelForImageTextToText
+            is_known = type(config) in found._model_mapping
+            return images if not is_known and type(config) in images._model_mapping else found
     if getattr(config, "is_encoder_decoder", False):
         return transformers.AutoModelForSeq2SeqLM
     return transformers.AutoModelForCausalLM

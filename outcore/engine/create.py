@@ -180,7 +180,7 @@ class _Initialised:
     """Makes each part's values with the model's own initialisation, on the compute device."""
 
     def __init__(self, model: nn.Module, options: OffloadOptions) -> None:
-        self._model = model
+        self._rules = _rules(model)
         self._device = options.device
 
     @property
@@ -204,7 +204,7 @@ class _Initialised:
             own = list(module.parameters(recurse=False))
             _make_room(module, self._device)
             if not own or any(parameter.is_meta for parameter in own):  # else it has its values
-                _initialise(self._model, module)
+                _initialise(self._rules[module], module)
         return {
             name: parameter.detach()
             for name, parameter in part.module.named_parameters(recurse=part.is_block)
@@ -232,22 +232,36 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 def _initialise_containers(model: Any, engine: Engine) -> None:
     """Apply the rules of modules that own no parameter but set those of others (T5's head)."""
     inside = {id(m) for u in engine.units if u.part.is_block for m in u.part.module.modules()}
+    rules = _rules(model)
     for module in _children_first(model):
         if id(module) not in inside and next(module.children(), None) is not None:
-            _initialise(model, module)
+            _initialise(rules[module], module)
     engine.weights_replaced()
 
 
-def _initialise(model: Any, module: nn.Module) -> None:
+def _rules(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """Return the model whose rules each module follows: the innermost, as in transformers.
+
+    One that is made of several (a tower for images, and a language model) knows its own alone.
+    """
+    rules: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():  # what is inside comes later
+        if module is model or hasattr(module, "_init_weights"):
+            rules |= dict.fromkeys(module.modules(), module)
+    return rules
+
+
+def _initialise(rules: Any, module: nn.Module) -> None:
     with torch.no_grad():
-        if hasattr(model, "_init_weights"):
-            model._init_weights(module)
+        if hasattr(rules, "_init_weights"):
+            rules._init_weights(module)
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 
 
 def _fill_meta_buffers(model: nn.Module, device: torch.device) -> None:
     """Compute the buffers that no checkpoint holds, such as rotary frequencies."""
+    rules = _rules(model)
     for module in model.modules():
         empty = [name for name, buffer in module._buffers.items() if _is_meta(buffer)]
         for name in empty:
@@ -255,9 +269,12 @@ def _fill_meta_buffers(model: nn.Module, device: torch.device) -> None:
             assert buffer is not None
             module._buffers[name] = torch.zeros_like(buffer, device=device)
         if empty:
-            for parameter in module.parameters(recurse=False):
-                parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # has its values
-            _initialise(model, module)
+            valued: list[Any] = list(module.parameters())  # a rule may go over its children too
+            for parameter in valued:
+                parameter._is_hf_initialized = True
+            _initialise(rules[module], module)
+            for parameter in valued:  # of a new model, containers' rules are still to come
+                parameter._is_hf_initialized = False
 
 
 def _is_meta(buffer: Tensor | None) -> bool:
