@@ -127,9 +127,11 @@ def _list(sentences: list[str]) -> str:
 
 def _timelines(plan: Plan, measured: Measurement | None) -> str:
     predicted = plan.prediction.timeline
-    total_s = max(plan.prediction.step_s, end_s(predicted))
+    step_s = total_s = max(plan.prediction.step_s, end_s(predicted))
+    measured_s = 0.0
     if measured is not None:  # one scale, so that lengths can be compared
-        total_s = max(total_s, measured.step_s, end_s(measured.spans))
+        measured_s = max(measured.step_s, end_s(measured.spans))
+        total_s = max(step_s, measured_s)
     tools = "".join(
         f'<button type="button" data-act="{act}" aria-label="{label}">{sign}</button>'
         for act, label, sign in (
@@ -143,10 +145,10 @@ def _timelines(plan: Plan, measured: Measurement | None) -> str:
     hint = "Also with + − ← → 0 on a timeline, Ctrl and the wheel, or by dragging."
     parts = [
         f'<div class="tools" hidden>{tools}<span class="quiet">{hint}</span></div>',
-        timeline("Predicted", predicted, total_s),
+        timeline("Predicted", predicted, step_s, total_s),
     ]
     if measured is not None:
-        parts.append(timeline("Measured", measured.spans, total_s))
+        parts.append(timeline("Measured", measured.spans, measured_s, total_s))
     parts.append('<p class="readout quiet" aria-live="polite">Point at a piece of work.</p>')
     return "".join(parts)
 

@@ -60,9 +60,9 @@ def end_s(spans: Sequence[Span]) -> float:
     return max((span.end_s for span in from_zero(spans)), default=0.0)
 
 
-def timeline(title: str, spans: Sequence[Span], total_s: float) -> str:
-    """Return the lanes against time, ``total_s`` wide."""
-    if not spans or total_s <= 0:
+def timeline(title: str, spans: Sequence[Span], step_s: float, total_s: float) -> str:
+    """Return the lanes of a step of ``step_s`` against time, ``total_s`` wide."""
+    if not spans or step_s <= 0:
         return f'<p class="quiet">{text(title)}: no timeline was recorded.</p>'
     moved = from_zero(spans)
     lanes = lanes_of(moved)
@@ -70,7 +70,7 @@ def timeline(title: str, spans: Sequence[Span], total_s: float) -> str:
     names, shapes, marks = [], [], []
     for row, lane in enumerate(lanes):
         pieces = pieces_of([span for span in moved if span.lane == lane], total_s)
-        share = busy[lane] / total_s
+        share = busy[lane] / step_s
         names.append(f"<div>{text(lane)}<br><span>{share:.0%} busy</span></div>")
         shapes.append(
             f'<rect class="rule" x="0" y="{row * ROW + ROW - 1}" width="{WIDE}" height="1"/>'
@@ -90,7 +90,7 @@ def timeline(title: str, spans: Sequence[Span], total_s: float) -> str:
         f'<div class="plot" tabindex="0" role="group" style="height:{height}px" '
         f'data-total-seconds="{total_s!r}" aria-label="{text(title)} timeline; + and − zoom">'
         f'<svg viewBox="0 0 {WIDE} {height}" preserveAspectRatio="none" role="img" '
-        f'aria-label="{text(f"{title}, {total_s:.2f} s: {described}")}" '
+        f'aria-label="{text(f"{title}, {step_s:.2f} s: {described}")}" '
         f'xmlns="http://www.w3.org/2000/svg">{"".join(shapes)}</svg>{"".join(marks)}</div>'
         f'<div></div><div class="axis" aria-hidden="true">{ticks}</div></div></div>'
     )

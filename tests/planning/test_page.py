@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
+import pytest
 from handmade_plans import GIB, make_machine, make_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -154,6 +155,20 @@ def test_it_can_be_read_without_seeing_it() -> None:
             assert value in ids
 
 
+def test_a_lane_is_busy_for_a_share_of_its_own_step() -> None:
+    """Also beside one that took longer, on one scale."""
+    plan = make_plan()
+    spans = plan.prediction.timeline
+    measured = Measurement(step_s=10 * plan.prediction.step_s, spans=spans)
+    alone, both = (plan_page(plan, measured=m) for m in (None, measured))
+    shares = re.findall(r"(\d+)% busy", alone)
+    assert max(map(int, shares)) > 50
+    found = re.findall(r"(\d+)% busy", both)
+    assert found[: len(shares)] == shares
+    tenths = [int(share) / 10 for share in shares]
+    assert [int(share) for share in found[len(shares) :]] == pytest.approx(tenths, abs=0.6)
+
+
 def test_light_and_dark() -> None:
     source = whole_page(make_plan())
     assert "color-scheme: light dark" in source
@@ -204,5 +219,5 @@ def test_many_pieces_are_joined_and_none_is_lost() -> None:
     assert len(pieces) <= 1.1 * MOST_PIECES
     assert sum(piece.count for piece in pieces) == len(spans)
     assert (pieces[0].start_s, pieces[-1].end_s) == (0.0, spans[-1].end_s)
-    assert "pieces, forward 0 to forward " in timeline("Predicted", spans, 50.0)
+    assert "pieces, forward 0 to forward " in timeline("Predicted", spans, 50.0, 50.0)
     assert len(pieces_of(spans[:100], 50.0)) == 100
