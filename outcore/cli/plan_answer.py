@@ -30,24 +30,34 @@ class Answer:
 def show(answer: Answer, console: Console) -> None:
     """Print the plan, the comparison if there is one, and what to keep in mind."""
     from outcore.cli.compare_table import comparison_report
-    from outcore.model_config import too_long
-    from outcore.planning.device_type import device_type, slower_than_predicted
     from outcore.planning.explain import explain
 
-    plan = answer.plan
-    console.print(explain(plan, machine=answer.machine, smaller=answer.smaller))
-    if plan.job.dtype == "fp32":
-        console.print(
-            "Planned in fp32, in which the engine computes on a CPU; with --state compact or "
-            "minimal it computes in bf16."
-        )
-    if slow := slower_than_predicted(plan.job.dtype, device_type(answer.machine)):
-        console.print(f"[yellow]{slow[0].upper()}{slow[1:]}.[/]")
+    console.print(explain(answer.plan, machine=answer.machine, smaller=answer.smaller))
+    for note in _notes(answer):
+        console.print(note, style="yellow", markup=False)
     if answer.comparison is not None:
         console.print("")
         console.print(comparison_report(answer.comparison))
-    if warning := too_long(plan.job.seq_len, answer.longest_sequence):
-        console.print(f"[yellow]{warning[0].upper()}{warning[1:]}.[/]")
+
+
+def _notes(answer: Answer) -> list[str]:
+    """Return what the figures do not say, a sentence each: for the console and the page."""
+    from outcore.model_config import too_long
+    from outcore.planning.device_type import device_type, slower_than_predicted
+
+    job, notes = answer.plan.job, []
+    if job.dtype == "fp32":
+        notes.append(
+            "Planned in fp32, in which the engine computes on a CPU; with --state compact or "
+            "minimal it computes in bf16."
+        )
+    for warning in (
+        slower_than_predicted(job.dtype, device_type(answer.machine)),
+        too_long(job.seq_len, answer.longest_sequence),
+    ):
+        if warning:
+            notes.append(f"{warning[0].upper()}{warning[1:]}.")
+    return notes
 
 
 def write_files(answer: Answer, json_file: str | None, html_file: str | None) -> None:
@@ -62,6 +72,7 @@ def write_files(answer: Answer, json_file: str | None, html_file: str | None) ->
             machine=answer.machine,
             smaller=answer.smaller,
             comparison=answer.comparison,
+            notes=_notes(answer),
         )
         write_text(page, html_file)
 

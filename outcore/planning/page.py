@@ -44,18 +44,20 @@ def plan_page(
     smaller: SmallerBudget | None = None,
     measured: Measurement | None = None,
     comparison: Comparison | None = None,
+    notes: Sequence[str] = (),
     title: str | None = None,
     first: Sequence[tuple[str, str]] = (),
     last: Sequence[tuple[str, str]] = (),
 ) -> str:
     """Return the whole page; ``measured`` adds a second timeline and figures side by side.
 
+    ``notes``: what else to keep in mind, a sentence each.
     ``first``, ``last``: headings and HTML of sections around the plan's own.
     """
     title = title or f"{plan.model} on {plan.machine}"
     sections = [_section(heading, body) for heading, body in first]
     sections += [
-        _section("What it means", _findings(plan, smaller)),
+        _section("What it means", _findings(plan, smaller, notes)),
         _section("A step, lane by lane", _timelines(plan, measured)),
     ]
     if measured is not None:
@@ -113,11 +115,11 @@ def _tiles(plan: Plan) -> str:
     return f'<dl class="tiles">{tiles}</dl>'
 
 
-def _findings(plan: Plan, smaller: SmallerBudget | None) -> str:
+def _findings(plan: Plan, smaller: SmallerBudget | None, notes: Sequence[str]) -> str:
     sentences = [binding_sentence(plan), wall_sentence(plan)]
     if smaller is not None:
         sentences.append(smaller.sentence(plan))
-    return _list(sentences)
+    return _list([*sentences, *notes])
 
 
 def _list(sentences: list[str]) -> str:

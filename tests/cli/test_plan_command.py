@@ -331,11 +331,13 @@ def test_a_file_is_not_left_behind_or_emptied_by_a_mistake(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("planner")
-def test_sequences_longer_than_the_model_was_made_for_are_told() -> None:
-    longer = run_plan(*MODEL, "--seq-len", "65536", "--tokens", "65536")
+def test_sequences_longer_than_the_model_was_made_for_are_told(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    longer = run_plan(*MODEL, "--seq-len", "65536", "--tokens", "65536", "--html", str(page))
     assert longer.exit_code == 0, longer.output
     words = "Sequences of 65,536 tokens, but the model was made for 32,768."
     assert words in longer.stdout
+    assert words in page.read_text(encoding="utf-8")  # which others see without the table
     assert "was made for" not in run_plan(*MODEL, "--seq-len", "32768").stdout
 
 
