@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from outcore.machine.machine import Machine
 from outcore.planning.plan import Job
-from outcore.units import format_bytes
+from outcore.units import format_bytes, parse_bytes
 
 _PATH = "PATH"  # of a disk that was not named
+_LEAST_LOST = 1024  # bytes; sizes that are named have no more than that beyond their decimal
 
 
 def python_words(asked: Job, changed: Job, machine: Machine) -> str:
@@ -59,9 +60,15 @@ def _differences(asked: Job, changed: Job, machine: Machine) -> Iterator[tuple[s
     for tier, num_bytes, has_bytes in _grown(asked, changed, machine):
         if num_bytes > has_bytes:
             continue
-        size = format_bytes(num_bytes).replace(" ", "")
+        size = _typed(num_bytes)
         path = changed.budgets.disk_path or _PATH
         yield tier, f"{path}:{size}" if tier == "disk" else size
+
+
+def _typed(num_bytes: int) -> str:
+    """Return a size to type in: of a disk that is needed whole, a decimal would lose too much."""
+    size = format_bytes(num_bytes).replace(" ", "")
+    return size if parse_bytes(size) > num_bytes - _LEAST_LOST else f"{num_bytes >> 20}MiB"
 
 
 def _memory_words(asked: Job, changed: Job, machine: Machine) -> list[str]:

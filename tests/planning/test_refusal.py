@@ -178,6 +178,11 @@ ASKED = Job(tokens=32_768, seq_len=2048, budgets=NO_DISK)
             "--disk PATH:64.0GiB",
         ),
         (
+            {"budgets": replace(NO_DISK, disk_bytes=2_000_000_000_000)},
+            'disk="PATH:1907348MiB"',  # with one decimal it would be 1.8 TiB
+            "--disk PATH:1907348MiB",
+        ),
+        (
             {"budgets": replace(NO_DISK, disk_path="/nvme", disk_bytes=64 * GIB)},
             'disk="/nvme:64.0GiB"',
             "--disk /nvme:64.0GiB",
@@ -203,6 +208,17 @@ def test_a_change_in_words(changes: dict[str, Any], python: str, options: str) -
     changed = replace(ASKED, **changes)
     assert python_words(ASKED, changed, CARD) == python
     assert command_line_words(ASKED, changed, CARD) == options
+
+
+def test_a_change_that_needs_nearly_all_of_a_disk_fits_as_it_is_printed() -> None:
+    spec, machine = model_spec("llama-3.1-405b"), catalogue_machine("m5-max")
+    job = Job(tokens=7, seq_len=1, clipping="two-pass", budgets=NO_DISK)
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(spec, machine, job)
+    (change,) = (c for c in caught.value.changes if "--state compact --disk" in c.options)
+    printed = parse_bytes(change.options.split("PATH:")[1])
+    budgets = replace(change.job.budgets, disk_bytes=printed)
+    assert fits(spec, machine, replace(change.job, budgets=budgets)), change.options
 
 
 def test_fp32_changes_its_type_with_its_state() -> None:
