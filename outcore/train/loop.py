@@ -35,7 +35,7 @@ from outcore.train.lagged_loss import LaggedLoss
 from outcore.train.metrics import FILE_NAME as METRICS
 from outcore.train.metrics import Metrics
 from outcore.train.objective import Objective, objective_for
-from outcore.train.output_directory import BEST, writing
+from outcore.train.output_directory import BEST, copy_processor, writing
 from outcore.train.report_page import FILE_NAME as REPORT
 from outcore.train.report_page import write_report
 from outcore.train.room import best_bytes, check_room_for_model, model_bytes
@@ -178,6 +178,7 @@ class Run:
         with self.display.saving(self.output), writing(self.output, f"Make room there{goes_on}."):
             self.model.save_pretrained(self.output)
             self.tokenizer.save_pretrained(self.output)
+            copy_processor(Path(self.settings.model), self.output)
 
     @property
     def _is_done(self) -> bool:

@@ -17,6 +17,12 @@ from outcore.train.settings import TrainSettings
 CHECKPOINTS = "checkpoints"
 BEST = "best"  # inside the checkpoints
 _OF_A_MODEL = ("config.json", "adapter_config.json")
+_OF_A_PROCESSOR = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
+_MOST_PROCESSOR_BYTES = 1 << 20
 
 
 def checkpoints_in(settings: TrainSettings) -> CheckpointFolder:
@@ -50,6 +56,14 @@ def checkpoints_in(settings: TrainSettings) -> CheckpointFolder:
         none = ", and no checkpoint to resume from" if settings.resume else " already"
         raise ValueError(f"{output} holds a model{none}: name another --output")
     return folder
+
+
+def copy_processor(model: Path, output: Path) -> None:
+    """Copy what says how images are prepared: a model that sees them still does, trained."""
+    for name in _OF_A_PROCESSOR:
+        source = model / name
+        if source.is_file() and source.stat().st_size <= _MOST_PROCESSOR_BYTES:
+            (output / name).write_bytes(source.read_bytes())
 
 
 def check_apart(settings: TrainSettings) -> None:
