@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -62,6 +63,8 @@ def main() -> None:
         # Threads that wait for work would spin on the cores that others compute with: on a busy
         # machine several times slower. Read when torch is imported.
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if not sys.warnoptions:  # names that libraries will change one day, for those who call them
+        warnings.simplefilter("ignore", FutureWarning)
     end_with_standard_output()
     try:
         app()

@@ -1,7 +1,6 @@
 """Outcore's own warnings as lines of a command's output: who trains has no use for a line of code.
 
-Those of other libraries are shown as Python shows them, but for what these tell each other: names
-that will change one day.
+Those of other libraries are shown as Python shows them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def warnings_told(tell: Callable[[str], None]) -> Iterator[None]:
     ) -> None:
         if Path(filename).is_relative_to(_PACKAGE):
             tell(f"warning: {message}")
-        elif not issubclass(category, (DeprecationWarning, FutureWarning)):
+        else:
             shown(message, category, filename, lineno, file, line)
 
     warnings.showwarning = show

@@ -27,6 +27,19 @@ def test_the_command_line_starts_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT).returncode == 0
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_names_that_libraries_will_change_are_told_only_to_who_asks(asked: bool) -> None:
+    program = (
+        "import sys, warnings, outcore.cli as c; sys.argv = ['outcore', '--version']; "
+        "c.app = lambda: warnings.warn('renamed', FutureWarning); c.main()"
+    )
+    options = ["-W", "default"] if asked else []
+    command = [sys.executable, *options, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert ("renamed" in done.stderr) is asked
+
+
 @pytest.mark.parametrize(
     "command",
     [
