@@ -128,6 +128,7 @@ def test_what_is_estimated_from_a_peak_says_the_fraction_that_it_is() -> None:
     [
         ("rtx-4080", "did you mean rtx-4090"),
         ("RTX 4090", "did you mean rtx-4090"),
+        ("h200", "did you mean h200-pcie5 or"),
         ("a100", "a100-pcie4-40gb or a100-pcie4-80gb"),
         ("h200", "h200-pcie5"),
         ("zzz", "known: here, a100-pcie4-40gb"),

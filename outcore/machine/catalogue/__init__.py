@@ -60,8 +60,9 @@ def _entry(name: str) -> dict[str, Any]:
 def _unknown(name: str) -> str:
     known = catalogue_names()
     wanted = name.lower().replace(" ", "-").replace("_", "-")
-    close = difflib.get_close_matches(wanted, known, n=3)
-    close += [other for other in known if wanted and wanted in other and other not in close]
+    close = [other for other in known if wanted and wanted in other]
+    close.sort(key=lambda other: not other.startswith(wanted))
+    close += [o for o in difflib.get_close_matches(wanted, known, n=3) if o not in close]
     if close:
         return f"no machine named {name!r}; did you mean {' or '.join(close)}?"
     return f"no machine named {name!r}; known: here, {', '.join(known)}"
