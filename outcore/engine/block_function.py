@@ -123,6 +123,7 @@ class BlockFunction(torch.autograd.Function):
         ctx.inputs = SavedInputs(block.host_inputs(keep=keep), tensors)
         ctx.save_for_backward(*ctx.inputs.on_device(tensors))
         ctx.buffers = block.buffers.found()
+        ctx.weights_seen = block.weights_seen()
         collector = _OutputCollector(call)
         with block.weights("forward") as weights:
             for bounds in call.batches.bounds:
@@ -160,6 +161,7 @@ class BlockFunction(torch.autograd.Function):
     def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: BlockCall = ctx.call
         block = call.block
+        block.refuse_other_weights(ctx.weights_seen)
         tensors = ctx.inputs.all(ctx.saved_tensors)
         kept, ctx.kept = ctx.kept, None  # a second backward through a kept graph recomputes
         grads = _InputGrads(call, tensors)

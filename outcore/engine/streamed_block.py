@@ -92,6 +92,24 @@ class StreamedBlock:
             self._services.slots.release(self.unit)
             self._services.heap.settle()
 
+    def weights_seen(self) -> tuple[int, int]:
+        """Return what is another value after every update of the weights, and every write."""
+        return self.unit.version, sum(p._version for p in self.unit.parameters.values())
+
+    def refuse_other_weights(self, seen: tuple[int, int]) -> None:
+        """In a backward: raise unless the weights are those that the forward has ``seen``.
+
+        Autograd itself does so for plain weights, but the engine's writes are not counted by it.
+        """
+        if seen == self.weights_seen():
+            return
+        self._services.backend.refuse_second_update(self.unit)
+        raise RuntimeError(
+            f"the weights of {self.described} were changed after this forward, by "
+            "optimizer.step() or by a write to them, and its gradient would mix old and new: call "
+            "backward() before step(), and run the forward anew after it"
+        )
+
     def run(self, weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         function: Callable[..., Any] = run_body
         if self._services.is_compiled and self._position is not None:

@@ -245,6 +245,11 @@ class OptimizerBackend:
     def device(self) -> torch.device:
         return self._device
 
+    def refuse_second_update(self, unit: Unit) -> None:
+        """Raise if an update during this backward, of the whole unit, has begun already."""
+        if self._passing is not None:
+            self._passing.check(unit, 0)
+
     def drop_gradients(self, is_on: bool) -> None:
         """Measure the gradients of updates during the backward, and do nothing else with them."""
         assert self._passing is not None

@@ -169,10 +169,14 @@ class PassingSink:
         )
         self._ring = GradientRing(arena.span(numel, wire_dtype) for _ in range(num_buffers))
 
-    def deliver(self, unit: Unit, start: int, wire: Tensor, ready: Fence) -> Fence:
-        for chunk in self._chunks[unit.index]:
+    def check(self, unit: Unit, start: int) -> None:
+        """Raise if what is delivered at ``start`` may not have another update yet."""
+        for chunk in self._chunks.get(unit.index, ()):
             if chunk.delivery == start:
-                self._check(chunk)  # refuses before anything is overwritten
+                self._check(chunk)
+
+    def deliver(self, unit: Unit, start: int, wire: Tensor, ready: Fence) -> Fence:
+        self.check(unit, start)  # before anything is overwritten
         if self.drops:
             return ready
         fence = ready  # the lane keeps its order: its last copy's fence stands for all
