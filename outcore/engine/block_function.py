@@ -224,7 +224,7 @@ class _OutputCollector:
                     call.outputs.append(part)
                 continue
             rows = batches.rows(part, bounds)
-            if batches.is_split and rows is None and (part.dim() == 0 or part.shape[0] != 1):
+            if not batches.can_put_together(part, rows):
                 return False
             if first:
                 call.outputs.append(_Position(position, rows))

@@ -27,7 +27,7 @@ class MicroBatches:
             (x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3),
             None,
         )
-        self.batch = 1 if hidden is None else hidden.shape[0]
+        self.batch, self._length = (1, 0) if hidden is None else hidden.shape[:2]
         if self.batch == 0:
             raise ValueError("the batch has 0 sequences")
         size = self.batch
@@ -60,12 +60,25 @@ class MicroBatches:
     def rows(self, part: Tensor, bounds: tuple[int, int]) -> int | None:
         """Return how many leading rows an output has for each sequence; None if it has no batch.
 
-        Router logits, for example, come flattened to (sequences x tokens, experts).
+        Router logits, for example, come flattened to (sequences x tokens, experts). Other outputs
+        of fewer than three axes may be sums over the batch: (experts,), (1,), (1, experts).
         """
         sequences = bounds[1] - bounds[0]
-        if part.dim() == 0 or part.shape[0] % sequences or (part.shape[0] == 1 < sequences):
+        if part.dim() < 2 or part.shape[0] % sequences or (part.shape[0] == 1 < sequences):
             return None
-        return part.shape[0] // sequences
+        rows = part.shape[0] // sequences
+        if part.dim() == 2 and rows != self._length:
+            return None
+        if part.dim() == 3 and part.shape[1] == 1 < self._length:  # (1, 1, experts)
+            return None
+        return rows
+
+    def can_put_together(self, part: Tensor, rows: int | None) -> bool:
+        """Whether the whole batch's output follows from those of micro-batches.
+
+        Without a batch, each of them gives the same: a bias of positions, (1, heads, ...).
+        """
+        return not self.is_split or rows is not None or (part.dim() >= 4 and part.shape[0] == 1)
 
 
 def _pick(hidden: Tensor) -> int:
@@ -95,6 +108,8 @@ def _can_split(leaves: Sequence[Any], hidden: Tensor) -> bool:
 
 def _carries_batch(leaf: Tensor, length: int, size: int) -> bool:
     """Whether a first axis of the batch's size can be nothing but the batch."""
+    if leaf.dim() == 1:
+        return False  # (batch,), or one for each position of as many
     if leaf.dim() == 2 and leaf.is_floating_point():
         # (batch, length), or a table of as many rows, as DeBERTa's of (2 x span, hidden).
         return leaf.shape[1] == length != size
