@@ -76,33 +76,21 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
 
 def _block_forward(engine: Engine, block: StreamedBlock, *args: Any, **kwargs: Any) -> Any:
     with engine.block_lock:
+        block.structure.refuse_changes(block.unit.name)
         engine.notice_writes([block.unit])  # a forward need not begin with the whole model's call
         call = BlockCall(block, args, kwargs)
         tensors = call.take_tensors()
-        try:
-            if torch.is_grad_enabled() and (block.trainable_names or any(call.needs_grad)):
-                return call.rebuild(LockedBlockFunction.apply(call, engine.anchor, *tensors))  # type: ignore[no-untyped-call, unused-ignore]
-            return call.rebuild(run_without_graph(call, tensors))
-        except (AttributeError, KeyError) as error:
-            _refuse_changed_modules(block.unit, error)
-            raise
-
-
-def _refuse_changed_modules(unit: Unit, error: Exception) -> None:
-    """Explain an error that comes of layers that were replaced since ``offload``."""
-    now = {name for name, _ in unit.part.module.named_parameters()}
-    if now != set(unit.parameters):
-        raise OutcoreError(
-            f"the layers of {unit.name} were replaced after outcore.offload, by adapters perhaps: "
-            "add adapters first and offload the model with them, or call outcore.release(model) "
-            "before"
-        ) from error
+        if torch.is_grad_enabled() and (block.trainable_names or any(call.needs_grad)):
+            return call.rebuild(LockedBlockFunction.apply(call, engine.anchor, *tensors))  # type: ignore[no-untyped-call, unused-ignore]
+        return call.rebuild(run_without_graph(call, tensors))
 
 
 def _head_forward(
     engine: Engine, head: nn.Linear, original: Callable[..., Tensor], hidden: Tensor
 ) -> Tensor:
     if not engine.forward.defers_logits or hidden.dim() < 2 or torch.compiler.is_compiling():
+        return original(hidden)
+    if not hasattr(head.weight, "_outcore"):  # a user has put another one there
         return original(hidden)
     unit = engine.unit_of(head.weight)
     version = unit.version

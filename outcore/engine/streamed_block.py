@@ -14,6 +14,7 @@ from outcore.engine import activations
 from outcore.engine.activations import ActivationPolicy, SavedBytes
 from outcore.engine.block_body import BlockBody, compiled_body, run_body
 from outcore.engine.block_buffers import BlockBuffers
+from outcore.engine.block_structure import BlockStructure
 from outcore.engine.host_inputs import HostInputs
 from outcore.engine.micro_batch import MicroBatches
 from outcore.errors import OutcoreError
@@ -61,6 +62,7 @@ class StreamedBlock:
         self._position = position
         self._body = BlockBody(module)
         self.buffers = BlockBuffers(module)
+        self.structure = BlockStructure(module)
         self._flat: Tensor | None = None  # the weights on the device, while they are acquired
         self._first_bytes = 0  # what the first micro-batch saved, while the size is learnt
 
@@ -89,6 +91,7 @@ class StreamedBlock:
                     for name, view in views.items()
                 }
         finally:
+            self.structure.restore_parameters()
             self._services.slots.release(self.unit)
             self._services.heap.settle()
 
