@@ -132,7 +132,8 @@ def saving(
 
     With ``rebind``, saved views of the weights in ``slot`` are kept as offsets only, and are found
     again in ``slot_now()`` when the backward asks: a kept block holds no second copy of its
-    weights, and its slot is free for other blocks in between.
+    weights, and its slot is free for other blocks in between. It raises for others than the block,
+    which hold a tensor of its graph: they would get gradients that the block does not.
     """
     base = slot.untyped_storage().data_ptr()
     start = slot.storage_offset()
@@ -146,10 +147,10 @@ def saving(
         return tensor.detach()
 
     def unpack(saved: Any) -> Tensor:
+        now = slot_now()
         if isinstance(saved, Tensor):
             return saved
         offset, shape, stride = saved
-        now = slot_now()
         return now.as_strided(shape, stride, now.storage_offset() + offset)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

@@ -91,6 +91,7 @@ class StreamedBlock:
                     for name, view in views.items()
                 }
         finally:
+            self._flat = None
             self.structure.restore_parameters()
             self._services.slots.release(self.unit)
             self._services.heap.settle()
@@ -167,11 +168,13 @@ class StreamedBlock:
         policy, signature = self._services.policy, _signature(tensors, batches)
         is_usual = self._position is not None and any(tensor.requires_grad for tensor in inputs)
         measure = is_usual and not policy.is_measured(signature)
+        assert self._flat is not None
         if not (keep or measure):
-            with _unseen_by_outer_hooks():
+            with (
+                _unseen_by_outer_hooks() if self._services.is_compiled else self._not_left_behind()
+            ):
                 yield
             return
-        assert self._flat is not None
         # Saved views of expanded weights take no memory of their own, and need not be found anew:
         # the backward expands the block's weights to where they were.
         ignored = [self._flat, self._services.expansion.memory, *inputs]
@@ -205,8 +208,26 @@ class StreamedBlock:
         assert self._services.backend.gradients is not None
         self._services.backend.gradients.finish(accumulator)
 
+    @contextlib.contextmanager
+    def _not_left_behind(self) -> Iterator[None]:
+        """Let the inner graph, which is dropped after the run, give no gradients later on."""
+
+        def unpack(tensor: Tensor) -> Tensor:
+            self._weights_now()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack):
+            yield
+
     def _weights_now(self) -> Tensor:
-        assert self._flat is not None
+        """Return the weights in their slot, for a graph of this block that is differentiated."""
+        if self._flat is None:
+            raise OutcoreError(
+                f"the loss is made of a tensor from inside {self.described}, kept by a forward "
+                "hook perhaps: a block is one node of the model's graph, and would get no gradient "
+                "of it. Put the hook on the block itself, have the block return the tensor, or ask "
+                "the model for it (output_attentions=True); to look at it only, detach it."
+            )
         return self._flat
 
 

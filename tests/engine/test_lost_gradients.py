@@ -10,7 +10,7 @@ import pytest
 import torch
 from families import batch_of, offloaded
 from torch import Tensor, nn
-from training import LLAMA, with_optimizer
+from training import LLAMA, assert_same_gradients, with_optimizer
 
 import outcore
 from outcore.errors import OutcoreError, UnsupportedModel
@@ -106,3 +106,39 @@ def test_second_order_gradients_are_refused() -> None:
             torch.autograd.grad(loss(), embedded, create_graph=True)
         (grad,) = torch.autograd.grad(loss(), embedded)
         assert grad.any()
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_loss_of_what_a_hook_kept_inside_a_block_is_refused(
+    activations: str, is_alone: bool
+) -> None:
+    model, optimizer = with_optimizer(offloaded(LLAMA.make(), activations=activations))
+    kept: list[Tensor] = []
+    mlp = model.model.layers[1].mlp
+    hook = mlp.register_forward_hook(lambda module, args, output: kept.append(output))
+    for _ in range(2):  # the first also measures
+        loss = model(**batch_of()).loss
+        penalty = kept[-1].pow(2).mean()
+        with pytest.raises(
+            OutcoreError, match=r"from inside model\.layers\.1 .*on the block itself"
+        ):
+            (penalty if is_alone else loss + penalty).backward()
+        optimizer.zero_grad()
+    hook.remove()
+    model(**batch_of()).loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+def test_a_loss_of_what_a_hook_on_a_block_kept_counts(activations: str) -> None:
+    def loss_of(model: Any) -> Tensor:
+        kept: list[Any] = []
+        layer = model.model.layers[1]
+        hook = layer.register_forward_hook(lambda module, args, output: kept.append(output))
+        loss = model(**batch_of()).loss
+        hook.remove()
+        output = kept[0] if isinstance(kept[0], Tensor) else kept[0][0]
+        return loss + output.pow(2).mean()
+
+    assert_same_gradients(loss_of, activations=activations)
