@@ -17,10 +17,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from outcore.errors import NonFiniteGradient, OutOfBudget
+from outcore.errors import NonFiniteGradient, OutcoreError, OutOfBudget
 from outcore.kernels import AdamWScalars, has_library
 from outcore.optim.late_changes import LateChanges, check_trainable
-from outcore.optim.param_groups import ParamsArg, as_groups, backend_of, check_values
+from outcore.optim.param_groups import (
+    ParamsArg,
+    as_groups,
+    backend_of,
+    check_values,
+    tell_what_is_left_out,
+)
 from outcore.optim.planned_clipping import other_than_planned
 from outcore.optim.saved_state import HYPERPARAMETERS, check_saved_state
 from outcore.optim.segments import Segments
@@ -114,6 +120,7 @@ class AdamW(torch.optim.Optimizer):
             raise OutOfBudget(f"{error} {said}") from error
         if said is not None:
             warnings.warn(said, stacklevel=2)
+        tell_what_is_left_out(self.param_groups, backend)
         self._show_state()
 
     @torch.no_grad()
@@ -154,6 +161,15 @@ class AdamW(torch.optim.Optimizer):
         self._backend.queue(updates)
         step_ended()
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by torch.amp.GradScaler, which would look for gradients in ``.grad``."""
+        raise OutcoreError(
+            "outcore.AdamW takes no scaled gradients: call loss.backward() and optimizer.step() "
+            "without GradScaler, or with GradScaler(enabled=False). bf16 and fp32, which Outcore "
+            "computes in, need none."
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; the next ``backward()`` starts from zero."""

@@ -279,6 +279,8 @@ class OptimizerBackend:
             for update in updates:
                 self._readers.queued(update)
         if self._waiting is not None:
+            assert self.gradients is not None
+            self.gradients.used()
             self._prefetch()
 
     def settle_once(self) -> None:
@@ -295,7 +297,7 @@ class OptimizerBackend:
         if self._waiting is not None:
             self._waiting.clear()
         if self.gradients is not None:
-            self.gradients.clear_norms()
+            self.gradients.cleared()
 
     def read_state(self, unit: Unit, read: Callable[[UnitState, list[Fence]], list[Fence]]) -> None:
         """Let ``read`` submit work that reads a unit's state as the last ``step()`` leaves it.

@@ -7,6 +7,7 @@ every tier: previous (wire) + new in fp32, rounded to the wire type.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -81,6 +82,8 @@ class Gradients:
         self._wire_free: list[Fence | None] = [None, None]
         self._turn = 0
         self._resting: dict[int, frozenset[str]] = {}  # by unit
+        self._are_used = False  # by a step, and not cleared since
+        self._has_warned = False
         # One squared norm for each block and for each parameter of an edge.
         self._norm_rows: dict[tuple[int, str], int] = {}
         for unit in units:
@@ -102,6 +105,7 @@ class Gradients:
         earlier = self._sink.previous(unit, 0, total.numel())
         resting = accumulator.resting
         if earlier is not None:
+            self._warn_if_used()
             total.add_(earlier)
             resting &= self.resting(unit.index)  # a gradient from before it was frozen counts
         self._resting[unit.index] = resting
@@ -120,6 +124,7 @@ class Gradients:
         wire = gradient.detach().to(self._wire_dtype).reshape(-1)
         earlier = self._sink.previous(unit, field.offset, field.numel)
         if earlier is not None:
+            self._warn_if_used()
             wire = (wire.float() + earlier.float()).to(self._wire_dtype)
         self._note_norm(unit, field.name, wire)
         self._sink.deliver(unit, field.offset, wire, Fence.after_compute(self._device))
@@ -133,12 +138,30 @@ class Gradients:
         values = self._squared_norms.tolist()
         return {key: values[row] for key, row in self._norm_rows.items()}
 
-    def clear_norms(self) -> None:
+    def used(self) -> None:
+        """Say that a step has used what is here; it stays until it is cleared."""
+        self._are_used = True
+
+    def cleared(self) -> None:
+        """Say that the sink has forgotten all gradients."""
+        self._are_used = False
         self._squared_norms.zero_()
 
     def close(self) -> None:
         self._ledger.give_back("gradient buffers", self._ledger_bytes)
         self._ledger_bytes = 0
+
+    def _warn_if_used(self) -> None:
+        """Tell who clears gradients where they are not: in ``.grad``, which is always None."""
+        if self._are_used and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "backward() adds to gradients that step() has used already, because nothing has "
+                "cleared them since: call zero_grad() of the optimizer or of the offloaded model. "
+                "zero_grad() of a module inside or around that model does not reach them, nor does "
+                "p.grad = None.",
+                stacklevel=2,
+            )
 
     def _note_norm(self, unit: Unit, name: str, gradient: Tensor) -> None:
         self._squared_norms[self._norm_rows[unit.index, name]] = squared_norm(gradient)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from outcore.optim.backend import OptimizerBackend
+from outcore.optim.saved_state import OTHER_ALGORITHMS
 
-ParamsArg = nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]]
+ParamsArg = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
 
 def as_groups(params: ParamsArg) -> Any:
-    """Return param groups without frozen parameters, which have no state."""
+    """Return param groups without frozen parameters, which have no state, and without names."""
+    if isinstance(params, Tensor):
+        raise TypeError("AdamW takes a model, parameters in a list, or param groups, not a Tensor")
     if isinstance(params, nn.Module):
         params = list(params.parameters())
     groups: list[Any] = list(params)
@@ -23,8 +27,14 @@ def as_groups(params: ParamsArg) -> Any:
         groups = [{"params": groups}]
     trimmed = []
     for group in groups:
+        for option in OTHER_ALGORITHMS:
+            if group.get(option):
+                raise ValueError(
+                    f"a param group has {option}={group[option]!r}, which outcore.AdamW does not do"
+                )
         members = group["params"]
         members = [members] if isinstance(members, Tensor) else list(members)
+        members = [m[1] if isinstance(m, tuple) else m for m in members]  # of named_parameters()
         trimmed.append({**group, "params": [p for p in members if p.requires_grad]})
     if not any(group["params"] for group in trimmed):
         raise ValueError("AdamW got no trainable parameter: every one has requires_grad=False")
@@ -48,6 +58,25 @@ def backend_of(param_groups: list[dict[str, Any]]) -> OptimizerBackend:
             backend = found
     assert backend is not None
     return backend
+
+
+def tell_what_is_left_out(param_groups: list[dict[str, Any]], backend: OptimizerBackend) -> None:
+    """Warn of trainable parameters in no group: another optimizer would see no gradient of them."""
+    held = {id(parameter) for group in param_groups for parameter in group["params"]}
+    left_out = [
+        unit.full_name(field.name)
+        for unit in backend.units
+        for field in unit.layout.trainable
+        if id(unit.parameters[field.name]) not in held
+    ]
+    if left_out:
+        warnings.warn(
+            f"{left_out[0]} and {len(left_out) - 1} more trainable parameters are not given to "
+            "AdamW and stay as they are: an offloaded model has one optimizer, and .grad stays "
+            "None for any other. Give it all that is to be trained, in param groups; freeze the "
+            "rest before outcore.offload, which saves its memory.",
+            stacklevel=3,
+        )
 
 
 def check_values(*, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,15 @@ from families import (
     relative_difference,
 )
 from torch import Tensor
-from training import LLAMA, PLACEMENTS, assert_equal, copied, train, weights_of
+from training import (
+    LLAMA,
+    PLACEMENTS,
+    assert_equal,
+    copied,
+    train,
+    weights_of,
+    with_optimizer,
+)
 
 import outcore
 
@@ -189,13 +198,43 @@ def test_some_of_the_parameters_only() -> None:
         return [p for name, p in net.named_parameters() if "mlp" in name or "lm_head" in name]
 
     theirs = torch.optim.AdamW(chosen(plain), lr=LR)
-    ours = outcore.AdamW(chosen(model), lr=LR)
+    with pytest.warns(UserWarning, match=r"embed_tokens.* and 19 more .* not given to AdamW"):
+        ours = outcore.AdamW(chosen(model), lr=LR)
     assert train(model, ours, range(3)) == pytest.approx(train(plain, theirs, range(3)), rel=1e-5)
     outcore.synchronize(model)
     for (name, parameter), reference in zip(
         model.named_parameters(), plain.parameters(), strict=True
     ):
         assert relative_difference(parameter, reference) <= 1e-5, name
+
+
+def test_named_parameters() -> None:
+    """As torch takes them, alone and in groups."""
+    trained = []
+    for groups in (
+        lambda model: model.parameters(),
+        lambda model: model.named_parameters(),
+        lambda model: [{"params": model.named_parameters()}],
+    ):
+        model = offloaded(LLAMA.make())
+        train(model, outcore.AdamW(groups(model), lr=LR), range(2))
+        trained.append(weights_of(model))
+    for other in trained[1:]:
+        assert_equal(other, trained[0])
+
+
+def test_a_scaler_of_gradients_is_refused_in_words_that_help() -> None:
+    model, optimizer = with_optimizer(offloaded(LLAMA.make()))
+    for is_enabled in (True, False):
+        scaler = torch.amp.GradScaler("cpu", enabled=is_enabled)
+        scaler.scale(model(**batch_of()).loss).backward()
+        if is_enabled:
+            with pytest.raises(outcore.OutcoreError, match="enabled=False"):
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
+        optimizer.zero_grad()
+    assert optimizer.num_steps == 1
 
 
 # Several backwards, odd orders of calls
@@ -243,6 +282,44 @@ def test_zero_grad_of_model_and_optimizer() -> None:
         plain(**batch_of(seed=2)).loss.backward()
         for name, parameter in plain.named_parameters():
             assert relative_difference(ours[name], parameter.grad) <= 1e-5, name
+
+
+def _clear_around(model: Any) -> None:
+    torch.nn.ModuleList([model]).zero_grad()
+
+
+def _clear_inside(model: Any) -> None:
+    model.model.zero_grad()
+    model.lm_head.zero_grad()
+
+
+def _clear_attributes(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("clear", [_clear_around, _clear_inside, _clear_attributes])
+def test_gradients_that_are_not_reached_by_who_clears_them_are_told(clear: Any) -> None:
+    model, optimizer = with_optimizer(offloaded(LLAMA.make()))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for seed in range(3):
+            clear(model)
+            model(**batch_of(seed=seed)).loss.backward()
+            optimizer.step()
+    assert ["step() has used already" in str(w.message) for w in told] == [True]
+
+
+def test_gradients_that_add_up_before_a_step_are_not_told() -> None:
+    model, optimizer = with_optimizer(offloaded(LLAMA.make()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for clear in (optimizer.zero_grad, model.zero_grad):
+            for seed in range(2):
+                model(**batch_of(seed=seed)).loss.backward()
+            optimizer.step()
+            optimizer.step()
+            clear()
 
 
 def test_step_twice_applies_the_gradient_twice() -> None:
@@ -404,6 +481,17 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         outcore.AdamW(model, **arguments)
     outcore.AdamW(model)  # the refusal left nothing behind
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_another_algorithm_in_a_group_is_refused(option: str) -> None:
+    model = offloaded(LLAMA.make())
+    parameters = list(model.parameters())
+    with pytest.raises(ValueError, match=f"{option}=True, which outcore.AdamW does not do"):
+        outcore.AdamW([{"params": parameters, option: True}])
+    with pytest.raises(TypeError, match="not a Tensor"):
+        outcore.AdamW(parameters[0])
+    outcore.AdamW([{"params": parameters, option: False}])
 
 
 def test_parameters_that_do_not_belong() -> None:
