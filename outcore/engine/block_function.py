@@ -166,9 +166,11 @@ class BlockFunction(torch.autograd.Function):
         kept, ctx.kept = ctx.kept, None  # a second backward through a kept graph recomputes
         grads = _InputGrads(call, tensors)
         # torch.autograd.grad for other inputs runs this node, but wants no gradient of weights.
-        accumulator = (
-            block.accumulator() if torch._C._will_engine_execute_node(ctx.anchor) else None
-        )
+        accumulator = None
+        if torch._C._will_engine_execute_node(ctx.anchor):
+            accumulator = block.accumulator()
+        else:
+            block.passed_by()
         with block.weights("backward") as weights, preserved(block.device):
             for i, bounds in enumerate(call.batches.bounds):
                 if kept is not None:

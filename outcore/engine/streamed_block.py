@@ -204,6 +204,11 @@ class StreamedBlock:
             )
         return gradients.accumulator(self.unit)
 
+    def passed_by(self) -> None:
+        """Note a backward that goes through the block and leaves its weights out."""
+        if self.trainable_names and self._services.backend.gradients is not None:
+            self._services.backend.gradients.passed_by(self.unit)
+
     def finish(self, accumulator: Accumulator) -> None:
         assert self._services.backend.gradients is not None
         self._services.backend.gradients.finish(accumulator)

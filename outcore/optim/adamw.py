@@ -141,6 +141,7 @@ class AdamW(torch.optim.Optimizer):
             step_ended()
             return loss
         self._late_changes.refuse()
+        self._backend.tell_passed_by()
         chunks = [chunk for chunk in self._backend.chunks if self._backend.has_gradient(chunk)]
         if not chunks:
             return loss
@@ -428,6 +429,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _end_passing_step(self) -> None:
         self._updated.clear()
+        self._backend.tell_passed_by()
         self._backend.begin_forward()
         squares = self._backend.squared_norms()
         bad = sorted({self._backend.name_of(key) for key in squares if not _ok(squares[key])})

@@ -237,6 +237,10 @@ class OptimizerBackend:
         assert self.gradients is not None
         return self.gradients.resting(unit_index)
 
+    def tell_passed_by(self) -> None:
+        assert self.gradients is not None
+        self.gradients.tell_passed_by()
+
     def name_of(self, key: tuple[int, str]) -> str:
         unit = next(unit for unit in self.units if unit.index == key[0])
         return unit.full_name(key[1]) if key[1] else unit.name

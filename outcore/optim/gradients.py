@@ -83,6 +83,8 @@ class Gradients:
         self._turn = 0
         self._resting: dict[int, frozenset[str]] = {}  # by unit
         self._are_used = False  # by a step, and not cleared since
+        self._arrived: set[int] = set()  # blocks that have a gradient
+        self._passed_by: dict[int, str] = {}  # names of blocks without one, by index
         self._has_warned = False
         # One squared norm for each block and for each parameter of an edge.
         self._norm_rows: dict[tuple[int, str], int] = {}
@@ -102,6 +104,8 @@ class Gradients:
     def finish(self, accumulator: Accumulator) -> None:
         """Send a block's summed gradient on its way."""
         unit, total = accumulator.unit, accumulator.total()
+        self._arrived.add(unit.index)
+        self._passed_by.pop(unit.index, None)
         earlier = self._sink.previous(unit, 0, total.numel())
         resting = accumulator.resting
         if earlier is not None:
@@ -145,7 +149,27 @@ class Gradients:
     def cleared(self) -> None:
         """Say that the sink has forgotten all gradients."""
         self._are_used = False
+        self._arrived.clear()
+        self._passed_by.clear()
         self._squared_norms.zero_()
+
+    def passed_by(self, unit: Unit) -> None:
+        """Say that a backward went through a block for what lies below, not for its weights."""
+        if unit.index not in self._arrived:
+            self._passed_by[unit.index] = unit.name
+
+    def tell_passed_by(self) -> None:
+        """In a step: warn of blocks that have no gradient though a backward went through them."""
+        if self._passed_by:
+            names = list(self._passed_by.values())
+            self._passed_by.clear()
+            warnings.warn(
+                f"this step leaves out {names[0]} and {len(names) - 1} more: a backward went "
+                "through them without a gradient for their parameters. backward(inputs=...) and "
+                "torch.autograd.grad do not reach the parameters of streamed blocks: call "
+                "backward() without inputs.",
+                stacklevel=4,
+            )
 
     def close(self) -> None:
         self._ledger.give_back("gradient buffers", self._ledger_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -142,3 +143,28 @@ def test_a_loss_of_what_a_hook_on_a_block_kept_counts(activations: str) -> None:
         return loss + output.pow(2).mean()
 
     assert_same_gradients(loss_of, activations=activations)
+
+
+@pytest.mark.parametrize("during", [False, True])
+def test_a_backward_that_names_its_inputs_leaves_blocks_out_and_is_told(during: bool) -> None:
+    model, optimizer = with_optimizer(offloaded(LLAMA.make()), update_during_backward=during)
+    model(**batch_of()).loss.backward(inputs=list(model.parameters()))
+    with pytest.warns(UserWarning, match=r"leaves out model\.norm and 3 more.*without inputs"):
+        optimizer.step()
+
+
+def test_gradients_of_inputs_beside_a_backward_are_not_told() -> None:
+    model, optimizer = with_optimizer(offloaded(LLAMA.make()))
+    batch = batch_of()
+    ids = batch.pop("input_ids")
+    embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for is_first in (True, False):
+            if is_first:
+                torch.autograd.grad(model(inputs_embeds=embedded, **batch).loss, embedded)
+            model(input_ids=ids, **batch).loss.backward()
+            if not is_first:
+                torch.autograd.grad(model(inputs_embeds=embedded, **batch).loss, embedded)
+            optimizer.step()
+            optimizer.zero_grad()
