@@ -31,6 +31,7 @@ from outcore.optim.planned_clipping import other_than_planned
 from outcore.optim.saved_state import HYPERPARAMETERS, check_saved_state
 from outcore.optim.segments import Segments
 from outcore.optim.state_format import Rounding
+from outcore.optim.state_writes import StateWrites
 from outcore.optim.step_counts import StepCounts
 from outcore.optim.updates import Arrival, Chunk, ChunkUpdate, Segment
 from outcore.random_state import RandomState
@@ -122,6 +123,7 @@ class AdamW(torch.optim.Optimizer):
             warnings.warn(said, stacklevel=2)
         tell_what_is_left_out(self.param_groups, backend)
         self._show_state()
+        self._state_writes = StateWrites(backend, self.state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -142,6 +144,7 @@ class AdamW(torch.optim.Optimizer):
             return loss
         self._late_changes.refuse()
         self._backend.tell_passed_by()
+        self._state_writes.follow(self.state)
         chunks = [chunk for chunk in self._backend.chunks if self._backend.has_gradient(chunk)]
         if not chunks:
             return loss
@@ -192,7 +195,10 @@ class AdamW(torch.optim.Optimizer):
         steps = self._counts.by_name()
         for name, parameter in self._names():
             self.state[parameter]["step"] = torch.tensor(float(steps[name]))
-        return super().state_dict()
+        saved = super().state_dict()
+        # torch hands out the entries themselves: what is put there would hide the homes.
+        saved["state"] = {key: dict(entry) for key, entry in saved["state"].items()}
+        return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, or the state of a ``torch.optim.AdamW``.
@@ -220,6 +226,7 @@ class AdamW(torch.optim.Optimizer):
         self._count_on({name: steps[p] for name, p in self._names()})
         has_remainder = any("remainder" in entry for entry in state_dict["state"].values())
         self._backend.state_replaced(self._backend.units, with_remainder=has_remainder)
+        self._state_writes.seen()
         for finish in self._optimizer_load_state_dict_post_hooks.values():
             finish(self)
 
@@ -271,6 +278,7 @@ class AdamW(torch.optim.Optimizer):
         self._step = num_steps
         self._count_on(step_counts)
         self._backend.state_replaced(self._backend.units, with_remainder=False)
+        self._state_writes.seen()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_backend"):
@@ -415,6 +423,7 @@ class AdamW(torch.optim.Optimizer):
             )
         if not self._updated:
             self._late_changes.refuse()
+            self._state_writes.follow(self.state)
         if chunk.start in self._updated.get(chunk.arrival, ()):
             raise RuntimeError(
                 f"{chunk.unit.name} got a second gradient before step(), but its update has "

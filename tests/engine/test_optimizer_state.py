@@ -300,3 +300,53 @@ def test_torch_saves_the_state_and_no_more(
     size = (tmp_path / "optimizer.pt").stat().st_size
     assert size < sum(tensor.nbytes for tensor in tensors) + 1024 * len(tensors)
     outcore.release(model)
+
+
+@pytest.mark.parametrize("during", [False, True])
+@pytest.mark.parametrize(
+    "placement", [{}, {"num_visits": 3}, {"state": "device"}, {"state": "disk"}]
+)
+def test_what_users_write_into_the_state_counts(
+    tmp_path: Path, placement: dict[str, Any], during: bool
+) -> None:
+    """Also where it lodges on the device, or is on disk under a checksum."""
+    if "disk" in placement.values():
+        placement = {**placement, "disk": f"{tmp_path}:1GiB"}
+    plain, model = LLAMA.make(), offloaded(LLAMA.make(), **placement)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=LR)
+    ours = outcore.AdamW(model, lr=LR, update_during_backward=during)
+    for net, optimizer in ((plain, theirs), (model, ours)):
+        train(net, optimizer, range(2))
+        if net is model:
+            outcore.synchronize(model)
+        for entry in optimizer.state.values():
+            entry["exp_avg"] = torch.zeros_like(entry["exp_avg"])
+            entry["exp_avg_sq"].mul_(0.5)
+        train(net, optimizer, range(2, 4))
+    trained = model.state_dict()
+    for name, tensor in plain.state_dict().items():
+        assert relative_difference(trained[name], tensor) <= 1e-5, name
+
+
+def test_a_saved_state_is_the_users_own() -> None:
+    """Copies that are put into it in place of its tensors do not hide the next state."""
+    model, optimizer = with_optimizer(offloaded(LLAMA.make()))
+    train(model, optimizer, range(1))
+    saved = optimizer.state_dict()
+    for entry in saved["state"].values():
+        entry["exp_avg"] = entry["exp_avg"].clone()
+    train(model, optimizer, range(1, 2))
+    for key, entry in optimizer.state_dict()["state"].items():
+        assert not torch.equal(entry["exp_avg"], saved["state"][key]["exp_avg"])
+
+
+def test_a_state_that_is_taken_away_is_refused() -> None:
+    model, optimizer = with_optimizer(offloaded(LLAMA.make()))
+    train(model, optimizer, range(1))
+    optimizer.state.clear()
+    with pytest.raises(outcore.OutcoreError, match="taken out of optimizer"):
+        train(model, optimizer, range(1))
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": {}, "param_groups": groups})
+    assert optimizer.num_steps == 0
+    train(model, optimizer, range(1))
