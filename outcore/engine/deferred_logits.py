@@ -8,6 +8,7 @@ the logits gets the real ones: more memory, never another value.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,8 @@ from outcore.engine.chunked_loss import (
 )
 from outcore.engine.first_order import first_order_only
 from outcore.engine.token_ranges import check_labels
+
+View = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,6 +56,8 @@ class DeferredLogits(torch.Tensor):
 
     _recipe: _Recipe
     _made: Tensor | None
+    _views: list[tuple[weakref.ref[DeferredLogits], View]]  # of these logits, direct ones
+    _whole: tuple[DeferredLogits, View] | None  # what they are a view of
 
     @staticmethod
     def of(recipe: _Recipe, leading: Sequence[int]) -> DeferredLogits:
@@ -61,7 +66,29 @@ class DeferredLogits(torch.Tensor):
         )
         logits._recipe = recipe
         logits._made = None
+        logits._views, logits._whole = [], None
         return logits
+
+    def view_of(self, whole: DeferredLogits, view: View) -> DeferredLogits:
+        """Note whose memory the real logits would share."""
+        self._whole = whole, view
+        whole._views.append((weakref.ref(self), view))
+        return self
+
+    def share_memory_with_views(self) -> None:
+        """Before a write: make the real logits of all that would share memory, in one memory."""
+        if self._whole is not None:
+            self._whole[0].share_memory_with_views()
+            return
+        self._make_views()
+
+    def _make_views(self) -> None:
+        with torch.set_grad_enabled(self.requires_grad):
+            for reference, view in self._views:
+                logits = reference()
+                if logits is not None:
+                    logits._made = view(self.made())
+                    logits._make_views()
 
     def made(self) -> Tensor:
         """Return the real logits, made once."""
@@ -88,6 +115,8 @@ class DeferredLogits(torch.Tensor):
         if func in _ATTRIBUTES:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call, unused-ignore]
         logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
+        if logits is not None and _writes(func):
+            logits.share_memory_with_views()
         if logits is not None and logits._made is None:
             deferred = _defer(logits, func, args[1:], kwargs)
             if deferred is not None:
@@ -162,6 +191,17 @@ _POINTWISE = {torch.tanh, torch.Tensor.tanh}
 _RESHAPES = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape}
 
 
+def _writes(func: Callable[..., Any]) -> bool:
+    """Whether a function of tensors writes to its first argument: ``add_``, ``x[i] = y``."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name in _IN_PLACE
+    return name.endswith("_") and name != "requires_grad_"
+
+
+_IN_PLACE = {f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ipow")}
+
+
 def _defer(
     logits: DeferredLogits, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
@@ -207,7 +247,9 @@ def _reshape(logits: DeferredLogits, args: tuple[Any, ...]) -> DeferredLogits | 
         hidden = recipe.hidden.reshape(*shape[:-1], recipe.hidden.shape[-1])
     except RuntimeError:
         return None  # the real logits will raise the error that the user should see
-    return DeferredLogits.of(replace(recipe, hidden=hidden), hidden.shape[:-1])
+    reshaped = DeferredLogits.of(replace(recipe, hidden=hidden), hidden.shape[:-1])
+    axes = tuple(reshaped.shape)  # not the tensor itself, which the view would hold on to
+    return reshaped.view_of(logits, lambda made: made.reshape(axes))
 
 
 def _index(logits: DeferredLogits, index: Any) -> DeferredLogits | None:
@@ -222,7 +264,8 @@ def _index(logits: DeferredLogits, index: Any) -> DeferredLogits | None:
     if index[-1] is not Ellipsis and index[-1] != slice(None):
         return None
     hidden = logits._recipe.hidden[index]
-    return DeferredLogits.of(replace(logits._recipe, hidden=hidden), hidden.shape[:-1])
+    cut = DeferredLogits.of(replace(logits._recipe, hidden=hidden), hidden.shape[:-1])
+    return cut.view_of(logits, lambda made: made[index])
 
 
 def _cross_entropy(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -202,6 +203,34 @@ def test_logits_are_usable_like_a_tensor() -> None:
         torch.testing.assert_close(
             torch.as_tensor(ours).detach(), torch.as_tensor(theirs), rtol=1e-5, atol=1e-5
         )
+
+
+def _write_whole(logits: Tensor) -> Tensor:
+    flat = logits.view(-1, logits.shape[-1])
+    logits[..., 5] = -5.0
+    return flat
+
+
+def _write_a_view(logits: Tensor) -> Tensor:
+    shifted = logits[:, :-1, :]
+    shifted.mul_(0.5)
+    return logits.reshape(-1, logits.shape[-1])
+
+
+def _write_a_view_of_a_view(logits: Tensor) -> Tensor:
+    inner = logits[:, 1:, :][:, :-1]
+    inner += 1.0 * torch.arange(logits.shape[-1])
+    return logits[:, :, :].reshape(-1, logits.shape[-1])
+
+
+@pytest.mark.parametrize("write", [_write_whole, _write_a_view, _write_a_view_of_a_view])
+def test_writes_to_logits_reach_their_views(write: Callable[[Tensor], Tensor]) -> None:
+    def loss_of(model: Any) -> Tensor:
+        batch = batch_of()
+        logits = model(input_ids=batch["input_ids"]).logits
+        return F.cross_entropy(write(logits), batch["input_ids"].flatten())
+
+    assert_same_gradients(loss_of)
 
 
 def test_logits_after_the_loss_and_its_backward() -> None:
