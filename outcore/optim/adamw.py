@@ -30,12 +30,11 @@ from outcore.optim.param_groups import (
 from outcore.optim.planned_clipping import other_than_planned
 from outcore.optim.saved_state import HYPERPARAMETERS, check_saved_state
 from outcore.optim.segments import Segments
+from outcore.optim.shown_state import StateWrites, show_state
 from outcore.optim.state_format import Rounding
-from outcore.optim.state_writes import StateWrites
 from outcore.optim.step_counts import StepCounts
 from outcore.optim.updates import Arrival, Chunk, ChunkUpdate, Segment
 from outcore.random_state import RandomState
-from outcore.store.spans import separate
 from outcore.stream.lanes import Fence
 from outcore.stream.recording import step_ended
 
@@ -122,7 +121,7 @@ class AdamW(torch.optim.Optimizer):
         if said is not None:
             warnings.warn(said, stacklevel=2)
         tell_what_is_left_out(self.param_groups, backend)
-        self._show_state()
+        show_state(backend, self.param_groups, self.state)
         self._state_writes = StateWrites(backend, self.state)
 
     @torch.no_grad()
@@ -461,26 +460,6 @@ class AdamW(torch.optim.Optimizer):
     def _count_on(self, counts: dict[str, int]) -> None:
         self._counts.replace(counts)
         self._segments.forget()
-
-    def _show_state(self) -> None:
-        """Fill ``self.state`` with views, as users of torch's optimizers expect to find it.
-
-        Each has a storage of its own: torch.save writes whole storages, and refuses one that holds
-        several types.
-        """
-        in_groups = {id(p) for group in self.param_groups for p in group["params"]}
-        for unit in self._backend.units:
-            state = self._backend.states[unit.index]
-            for field in unit.layout.trainable:
-                parameter = unit.parameters[field.name]
-                if id(parameter) not in in_groups:
-                    continue
-                entry: dict[str, Any] = {"step": torch.tensor(0.0)}
-                for kind, tensor in state.named():
-                    cut = tensor[field.offset // kind.per : -(-field.end // kind.per)]
-                    shape = field.shape if kind.per == 1 else cut.shape
-                    entry[kind.name] = separate(cut, shape)
-                self.state[parameter] = entry
 
 
 def _as_before(before: Any, value: Any) -> Any:

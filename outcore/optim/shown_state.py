@@ -1,19 +1,47 @@
-"""What users write into ``optimizer.state``, to reset moments for example.
+"""``optimizer.state`` as users of torch's optimizers expect it, and what they write there.
 
 Its tensors are views of the homes. State that lodges on the device has been read from its home
-before, and records on disk have checksums: both must be told. torch counts writes in place.
+before, and records on disk have checksums: both must be told of a write, to reset moments for
+example. torch counts writes in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from outcore.errors import OutcoreError
 from outcore.optim.backend import OptimizerBackend
+from outcore.store.spans import separate
 from outcore.stream.unit import Unit
+
+
+def show_state(
+    backend: OptimizerBackend,
+    param_groups: Sequence[Mapping[str, Any]],
+    state: MutableMapping[Tensor, dict[str, Any]],
+) -> None:
+    """Fill ``state`` with views for the parameters of all groups.
+
+    Each has a storage of its own: torch.save writes whole storages, and refuses one that holds
+    several types.
+    """
+    in_groups = {id(p) for group in param_groups for p in group["params"]}
+    for unit in backend.units:
+        homes = backend.states[unit.index]
+        for field in unit.layout.trainable:
+            parameter = unit.parameters[field.name]
+            if id(parameter) not in in_groups:
+                continue
+            entry: dict[str, Any] = {"step": torch.tensor(0.0)}
+            for kind, tensor in homes.named():
+                cut = tensor[field.offset // kind.per : -(-field.end // kind.per)]
+                shape = field.shape if kind.per == 1 else cut.shape
+                entry[kind.name] = separate(cut, shape)
+            state[parameter] = entry
 
 
 class StateWrites:
