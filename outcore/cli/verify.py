@@ -68,8 +68,12 @@ def verify_command(
         ),
     ] = None,
     only: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="Only the placements with TEXT in their name."),
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Only the placements with TEXT in their name; may be given several times.",
+            show_default=False,
+        ),
     ] = None,
     json_file: Annotated[
         str | None,
@@ -94,7 +98,7 @@ def verify_command(
     with console.status("starting torch"):
         chosen_device = _start_torch(device)
         _refuse_no_directory(disk)
-        chosen = _choose_placements(disk is not None, only)
+        chosen = _choose_placements(disk is not None, only or [])
         source = _find_model(model, layers)
         _refuse_too_large(source, chosen_device)
     source = _fetched(source)  # no spinner over the bars of a download
@@ -198,15 +202,17 @@ def _refuse_no_directory(disk: str | None) -> None:
         raise typer.BadParameter(str(error), param_hint="--disk") from None
 
 
-def _choose_placements(has_disk: bool, only: str | None) -> list[Placement]:
+def _choose_placements(has_disk: bool, texts: list[str]) -> list[Placement]:
     from outcore.verify import disk_placements, placements
 
     known = placements() + (disk_placements() if has_disk else [])
-    chosen = [placement for placement in known if only is None or only in placement.name]
-    if not chosen:
-        names = "; ".join(placement.name for placement in known)
-        raise typer.BadParameter(f"no placement's name has {only!r}: {names}", param_hint="--only")
-    return chosen
+    names = [placement.name for placement in known]
+    for text in texts:
+        if not any(text in name for name in names):
+            raise typer.BadParameter(
+                f"no placement's name has {text!r}: {'; '.join(names)}", param_hint="--only"
+            )
+    return [place for place in known if not texts or any(text in place.name for text in texts)]
 
 
 def _make_job(

@@ -61,12 +61,12 @@ def test_every_placement_is_a_row_and_json_has_them_all(tiny_model: Path, tmp_pa
 @pytest.mark.usefixtures("no_delays")
 def test_only_some_placements(tiny_model: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    words = ("--steps", "1", "--disk", str(tmp_path), "--only", "disk", "--json", str(report))
-    result = run_verify(str(tiny_model), *words)
+    words = ("--steps", "1", "--disk", str(tmp_path), "--only", "disk", "--only", "kept")
+    result = run_verify(str(tiny_model), *words, "--json", str(report))
     assert result.exit_code == 0, result.output
     names = [row["name"] for row in json.loads(report.read_text())["placements"]]
-    assert names == ["state on disk", "weights and state on disk"]
-    refused = run_verify(str(tiny_model), "--only", "tape")
+    assert names == ["both, kept", "state on disk", "weights and state on disk"]
+    refused = run_verify(str(tiny_model), "--only", "kept", "--only", "tape")
     assert refused.exit_code == 2
     assert "random delays" in unwrapped(refused.output)
 
