@@ -51,7 +51,10 @@ class BlockSpec:
     kept_elements_per_token: float  # what autograd saves, without weights and the input; compiled
     kept_statistics_per_token: int  # fp32 values beside them: log-sum-exp, norms
     widest_elements_per_token: float  # the widest layer's output: gradients come in this size
-    remade_elements_per_token: float = 0.0  # not saved by compiled blocks: the backward makes them
+    remade_elements_per_token: float = 0.0  # compiled, not saved for the backward, but made in it
+    # Compiled, what the widest layer has beside what is saved, while it is differentiated.
+    beside_remade_per_token: float = 0.0
+    beside_all_kept_per_token: float = 0.0  # where nothing is remade
     dropped_elements_per_token: int = 0  # that dropouts of compiled blocks have a byte of mask for
     # Saved more where nothing is compiled: by type, since norms of bf16 save in fp32.
     eager_fp32_elements_per_token: float = 0.0
@@ -89,9 +92,12 @@ class BlockSpec:
     def input_bytes_per_token(self, dtype: str) -> int:
         return self.input_elements_per_token * BYTES_OF[dtype]
 
-    def kept_bytes_per_token(self, dtype: str, *, is_compiled: bool = True) -> float:
+    def kept_bytes_per_token(
+        self, dtype: str, *, is_compiled: bool = True, saves_little: bool = True
+    ) -> float:
         """Return the activations of a kept block, without its input, masks and scores."""
-        remade = self.remade_elements_per_token * BYTES_OF[dtype] if is_compiled else 0.0
+        is_remade = is_compiled and saves_little
+        remade = self.remade_elements_per_token * BYTES_OF[dtype] if is_remade else 0.0
         return self.graph_bytes_per_token(dtype, is_compiled=is_compiled) - remade
 
     def graph_bytes_per_token(self, dtype: str, *, is_compiled: bool = True) -> float:
@@ -105,6 +111,11 @@ class BlockSpec:
             elements += in_bf16 if dtype == "bf16" else in_fp32
         masks = self.dropped_elements_per_token if is_compiled else 0  # else among the elements
         return elements * BYTES_OF[dtype] + 4 * self.kept_statistics_per_token + masks
+
+    def derivative_bytes_per_token(self, dtype: str, *, saves_little: bool) -> float:
+        """Return what a compiled backward has beside what is kept, at its widest layer."""
+        remade, all_kept = self.beside_remade_per_token, self.beside_all_kept_per_token
+        return (remade if saves_little else all_kept) * BYTES_OF[dtype]
 
     def gradient_bytes_per_token(self, dtype: str, *, is_compiled: bool) -> float:
         """Return what stands beside the activations while a micro-batch is differentiated.
@@ -354,6 +365,8 @@ def _block_spec(part: Part, text: Any, index: int) -> BlockSpec:
         input_elements_per_token=hidden * (2 if crosses else 1),
         kept_elements_per_token=sum(saved.kept),
         remade_elements_per_token=sum(saved.remade),
+        beside_remade_per_token=saved.when_remade,
+        beside_all_kept_per_token=saved.when_all_kept,
         dropped_elements_per_token=dropped_elements(part.module, text),
         kept_statistics_per_token=num_heads + num_norms,
         widest_elements_per_token=max([hidden, *saved.all]),

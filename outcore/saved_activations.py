@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+# Of the hidden states of one micro-batch. Blocks of so many tokens are seldom kept, and a backward
+# that remakes what was not saved has two more of the widest tensors at a time.
+LONG_HIDDEN_BYTES = 256 << 20
+
 _EXPERT_SIZES = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 
 
@@ -37,10 +41,21 @@ class SavedElements:
 
     kept: tuple[float, ...]  # saved by the forward
     remade: tuple[float, ...]  # made from these while the backward runs
+    # Beside what is kept, while the widest layer between two products is differentiated:
+    when_remade: float
+    when_all_kept: float  # beside everything, where nothing is remade
 
     @property
     def all(self) -> tuple[float, ...]:
         return *self.kept, *self.remade
+
+
+def saves_little(hidden_bytes: int) -> bool:
+    """Whether a compiled block saves little, by the hidden states of a micro-batch.
+
+    By their shape alone: a block has the same bits kept, recomputed and wherever it lives.
+    """
+    return hidden_bytes < LONG_HIDDEN_BYTES
 
 
 def saved_elements(block: nn.Module, text: Any, share: float) -> SavedElements:
@@ -56,6 +71,8 @@ def saved_elements(block: nn.Module, text: Any, share: float) -> SavedElements:
     inputs: list[float] = []
     remade: list[float] = []
     outputs: list[float] = []
+    when_remade: list[float] = []
+    when_all_kept: list[float] = []
     has_experts = share != 1 and any(_expert_elements(m, text, share) for m in block.modules())
     begins_with_norm = any(not name.startswith("post") for name in _own_norms(block))
     inside_adapters = {
@@ -65,7 +82,11 @@ def saved_elements(block: nn.Module, text: Any, share: float) -> SavedElements:
         for inner in module.modules()
     }
     for parent in block.modules():
-        inputs += _expert_elements(parent, text, share)
+        of_experts = _expert_elements(parent, text, share)
+        inputs += of_experts
+        if of_experts:
+            when_remade.append(2 * of_experts[1])
+            when_all_kept.append(of_experts[1] + of_experts[2])
         inputs += [int(first.out_features) for first in _first_of_adapters(parent)]
         inputs += _magnitude_elements(parent)
         if id(parent) in inside_adapters:
@@ -73,6 +94,13 @@ def saved_elements(block: nn.Module, text: Any, share: float) -> SavedElements:
         linears = list(_linears(parent))
         inputs.append(_rotated_elements(parent, linears, text))
         widths = [width for _, width, _ in linears]
+        if len(linears) > 1 and not _is_attention(parent):
+            # One kernel makes what the last product took and the gradients of what the first ones
+            # gave: of two factors, beside both of them and the gradient that it reads. Otherwise
+            # what the last one took is gone by then, and a gradient takes one factor's place.
+            given = sum(out for *_, out in linears[:-1])
+            when_remade.append(2 * given)
+            when_all_kept.append(given - widths[-1] if len(linears) > 2 else given)
         for position, (name, width, out) in enumerate(linears):
             # Queries, keys and values read one tensor; the projection after them another.
             is_last = position == len(linears) - 1 and not name.startswith("v")
@@ -84,7 +112,12 @@ def saved_elements(block: nn.Module, text: Any, share: float) -> SavedElements:
             if hasattr(parent, f"{name[0]}_norm"):  # normed queries beside the raw ones
                 outputs.append(out)
     last = len(outputs) if _ends_with_norm(block) else len(outputs) - 1
-    return SavedElements(kept=(*inputs, *outputs[:last]), remade=tuple(remade))
+    return SavedElements(
+        kept=(*inputs, *outputs[:last]),
+        remade=tuple(remade),
+        when_remade=max(when_remade, default=0.0),
+        when_all_kept=max(when_all_kept, default=0.0),
+    )
 
 
 def _own_norms(block: nn.Module) -> list[str]:

@@ -12,6 +12,7 @@ import transformers
 
 import outcore
 from outcore import saved_activations
+from outcore.engine import block_function
 from outcore.model_spec import spec_of_model
 
 sys.path.insert(0, str(Path(__file__).parent / "engine"))
@@ -150,3 +151,60 @@ def test_dora_saves_both_products(dropout: float) -> None:
     outcore.release(model)
     predicted = block.kept_bytes_per_token("fp32", is_compiled=False) * ids.numel()
     assert predicted == pytest.approx(saved, rel=0.04)
+
+
+def most_bytes(work: Any) -> int:
+    """Return the most memory that ``work`` has at a time, beyond what was there before."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        work()
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = [event for event in events if event.name() == "[memory]"]
+    total = most = 0
+    for event in sorted(changes, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        most = max(most, total)
+    return most
+
+
+@pytest.mark.parametrize("is_long", [False, True], ids=["a few tokens", "many tokens"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2"])
+def test_the_widest_layer_of_a_compiled_backward(
+    family: str, is_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two factors, both in one product, or none: beside them, gradients and what is remade."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2}
+    sizes |= {"vocab_size": 64, "intermediate_size": 1024}
+    config = {
+        "llama": transformers.LlamaConfig(**sizes),
+        "phi3": transformers.Phi3Config(**sizes, pad_token_id=0),
+        "gpt2": transformers.GPT2Config(
+            n_embd=128, n_head=2, n_layer=2, n_inner=1024, vocab_size=64,
+            attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+        ),
+    }[family]  # fmt: skip
+    if is_long:
+        monkeypatch.setattr(saved_activations, "LONG_HIDDEN_BYTES", 1)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    block = spec_of_model(model).blocks[-1]
+    model = outcore.offload(
+        model, device="cpu", compile=True, activations="recompute", micro_batch=2
+    ).train()
+    outcore.AdamW(model, lr=1e-3)
+    ids = torch.randint(3, 60, (2, 1024))
+    model(input_ids=ids, labels=ids).loss.backward()  # compiled now
+    engine_function = block_function.BlockFunction.backward
+    found: list[int] = []
+
+    def measured(ctx: Any, *grads: Any) -> Any:
+        results: list[Any] = []
+        found.append(most_bytes(lambda: results.append(engine_function(ctx, *grads))))
+        return results[0]
+
+    monkeypatch.setattr(block_function.BlockFunction, "backward", staticmethod(measured))
+    model(input_ids=ids, labels=ids).loss.backward()
+    outcore.release(model)
+    predicted = block.kept_bytes_per_token("fp32", saves_little=not is_long)
+    predicted += block.derivative_bytes_per_token("fp32", saves_little=not is_long)
+    gradients = 4 * block.trainable_parameters  # of the weights, as far as they are there by then
+    assert predicted * ids.numel() <= 1.01 * max(found)
+    assert max(found) <= predicted * ids.numel() + gradients

@@ -7,6 +7,7 @@ that the forward reads, and blocks that differ in nothing it reads share one com
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,12 +35,7 @@ def run_body(
     return torch.func.functional_call(body, weights, args, kwargs)
 
 
-_compiled_body: Callable[..., Any] | None = None
-
-
-def compiled_body() -> Callable[..., Any]:
+@functools.cache
+def compiled_body(*, saves_little: bool) -> Callable[..., Any]:
     """Return ``run_body`` compiled; one compiled function serves every block of every model."""
-    global _compiled_body
-    if _compiled_body is None:
-        _compiled_body = compiled(run_body, saves_little=True)
-    return _compiled_body
+    return compiled(run_body, saves_little=saves_little)

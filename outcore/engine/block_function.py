@@ -21,7 +21,7 @@ from outcore.engine.call_arguments import CallArguments
 from outcore.engine.first_order import first_order_only
 from outcore.engine.lost_gradients import hidden_gradients, refusal, warn_of_attributes
 from outcore.engine.micro_batch import MicroBatches
-from outcore.engine.saved_inputs import SavedInputs
+from outcore.engine.saved_inputs import SavedInputs, hidden_position
 from outcore.engine.streamed_block import StreamedBlock
 from outcore.errors import UnsupportedModel
 from outcore.optim.gradients import Accumulator
@@ -67,7 +67,11 @@ class BlockCall:
                     self.block.run_eagerly, weights, given.args, given.kwargs, keys=self.record_keys
                 )
             else:
-                output = self.block.run(weights, given.args, given.kwargs)
+                hidden = hidden_position(tensors)
+                hidden_bytes = 0 if hidden is None else tensors[hidden].nbytes
+                output = self.block.run(
+                    weights, given.args, given.kwargs, hidden_bytes=hidden_bytes
+                )
         flat, self.output_spec = pytree.tree_flatten((output, recording, given.changes()))
         return flat
 

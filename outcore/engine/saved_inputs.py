@@ -17,7 +17,7 @@ class SavedInputs:
         """``store``: where hidden states wait; None: all stays on the device."""
         self._store = store
         self._waiting: WaitingInput | None = None
-        self._position = None if store is None else _hidden_position(tensors)
+        self._position = None if store is None else hidden_position(tensors)
         self._counter: Tensor | None = None  # no memory, only the count of writes to the input
         self._version = 0
         if self._position is not None:
@@ -63,7 +63,7 @@ class SavedInputs:
         return tensors
 
 
-def _hidden_position(tensors: Sequence[Tensor]) -> int | None:
+def hidden_position(tensors: Sequence[Tensor]) -> int | None:
     """Return which input is the hidden states: the first with (batch, length, features)."""
     for i, tensor in enumerate(tensors):
         if tensor.is_floating_point() and tensor.dim() == 3:

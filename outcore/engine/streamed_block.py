@@ -20,6 +20,7 @@ from outcore.engine.micro_batch import MicroBatches
 from outcore.errors import OutcoreError
 from outcore.optim.backend import OptimizerBackend
 from outcore.optim.gradients import Accumulator
+from outcore.saved_activations import saves_little
 from outcore.store.heap import Heap
 from outcore.store.ledger import Hold, Ledger
 from outcore.stream.expansion import Expansion
@@ -114,10 +115,18 @@ class StreamedBlock:
             "backward() before step(), and run the forward anew after it"
         )
 
-    def run(self, weights: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self,
+        weights: dict[str, Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        hidden_bytes: int,
+    ) -> Any:
+        """Run the block's forward; ``hidden_bytes``: of the hidden states that it is given."""
         function: Callable[..., Any] = run_body
         if self._services.is_compiled and self._position is not None:
-            function = compiled_body()
+            function = compiled_body(saves_little=saves_little(hidden_bytes))
         return function(self._body, weights, args, kwargs)
 
     def run_eagerly(

@@ -83,8 +83,10 @@ class ChoiceTable:
             [*(units.first_chunk(i) for i in blocks), 0], dtype=np.float64
         )
         self._fixed = self._fixed_bytes()
-        self._working = np.array(
-            [self.memory.working_bytes([i >= n - kept for i in range(n)]) for kept in range(n + 1)]
+        kept_blocks = [[i >= n - kept for i in range(n)] for kept in range(n + 1)]
+        self._working, self._working_offloading = (
+            np.array([self.memory.working_bytes(keeps, offloads=o) for keeps in kept_blocks])
+            for o in (False, True)
         )
 
     def simulate(self, choice: Choice, *, records: bool = False) -> Simulated:
@@ -130,7 +132,10 @@ class ChoiceTable:
         device = self._fixed + weights[w] + c.num_slots * self._largest_after[w]
         device += trained[s] * with_gradient + self._lodged_bytes(c)
         device += self._inputs[n] - self._inputs[recomputing]
-        device += self._kept[n] - self._kept[recomputing] + self._working[c.last_kept]
+        device += self._kept[n] - self._kept[recomputing]
+        device += np.where(
+            offloads, self._working_offloading[c.last_kept], self._working[c.last_kept]
+        )
         largest_input = max(self._input_bytes)
         device += np.where(
             offloads, np.minimum(3, recomputing) * largest_input, self._inputs[recomputing]
@@ -205,7 +210,10 @@ class ChoiceTable:
         return (c.first_device_state <= block) & (block < self.num_blocks - c.last_disk_state)
 
     def _lodged_bytes(self, c: Choices) -> Values:
-        visit = self.memory.units.max_chunk * (self._sizes.moved + self._sizes.gradient)
+        units = self.memory.units
+        has_host = c.first_device_state < self.num_blocks - c.last_disk_state
+        chunk = np.maximum(has_host * units.block_chunk, (c.edge_state == _HOST) * units.edge_chunk)
+        visit = chunk * float(self._sizes.moved + self._sizes.gradient)
         total: Values = self._lodged(c)[1] + c.num_helping * visit
         return total
 

@@ -18,6 +18,7 @@ from outcore.planning.loss_chunks import chunk_rows
 from outcore.planning.placement import Placement, Units
 from outcore.planning.plan import CHECKPOINT_STAGING, WORKING_MEMORY, Budgets, Job
 from outcore.planning.state_bytes import StateBytes
+from outcore.saved_activations import saves_little
 from outcore.store.record_layout import page_aligned_bytes
 from outcore.units import BYTES_OF
 
@@ -74,6 +75,9 @@ class MemoryModel:
         width = spec.hidden_size * BYTES_OF[job.dtype]
         self._stream_bytes = self._tokens * width  # the hidden states of the batch
         num_micro_batches = -(-job.sequences // micro_batch)
+        self._is_split = num_micro_batches > 1
+        self._rows_at_once = micro_batch * job.seq_len
+        self._saves_little = saves_little(self._rows_at_once * width)
         # A kept block holds its input and what autograd saved.
         self._kept = [
             int(self._kept_per_token(block) * self._tokens)
@@ -82,7 +86,6 @@ class MemoryModel:
             for block, kept_input in zip(spec.blocks, self._inputs, strict=True)
         ]
         self._num_norms = sum(edge.runs_as_block for edge in spec.edges)
-        self._rows_at_once = micro_batch * job.seq_len
 
     def tiers(self, placement: Placement) -> TierBytes:
         """Return tier → purpose → bytes, without purposes that take none."""
@@ -123,9 +126,9 @@ class MemoryModel:
         add("device", "gradient buffers", max(whole, default=0) * (4 + 2 * self._bytes.gradient))
 
     def _add_state(self, placement: Placement, add: _Add) -> None:
-        sizes, chunk = self._bytes, self.units.max_chunk
+        sizes = self._bytes
         stages = with_masters = False
-        ring_chunk, has_pieces = 0, False
+        ring_chunk, visiting_chunk, has_pieces = 0, 0, False
         for index, unit in enumerate(self.units.units):
             numel = unit.trainable_numel
             if not numel:
@@ -145,6 +148,8 @@ class MemoryModel:
                 add(home, "gradients", numel * sizes.gradient)
             elif tier != "device":
                 ring_chunk = max(ring_chunk, self.units.chunk_of(unit))
+            if tier == "host":
+                visiting_chunk = max(visiting_chunk, self.units.chunk_of(unit))
             stages = stages or tier == "disk"
             has_pieces = has_pieces or "disk" in (tier, weights)
             with_masters = with_masters or (tier == "disk" and weights == "device")
@@ -163,7 +168,7 @@ class MemoryModel:
             is_resident = self.units.weights_tier(placement, index) == "device"
             lodged = sizes.state + (0 if is_resident else sizes.weight) + sizes.gradient
             add("device", "lodged state", numel * lodged)
-        visit = chunk * (sizes.moved + sizes.gradient)
+        visit = visiting_chunk * (sizes.moved + sizes.gradient)
         add("device", "state visits", placement.num_helping * visit)
 
     def _add_activations(self, placement: Placement, add: _Add) -> None:
@@ -181,7 +186,7 @@ class MemoryModel:
             elif block.activations == "keep":
                 add("device", "kept activations", self._kept[i])
         keeps = tuple(block.activations == "keep" for block in placement.blocks)
-        add("device", WORKING_MEMORY, self.working_bytes(keeps))
+        add("device", WORKING_MEMORY, self.working_bytes(keeps, offloads=bool(offloaded)))
 
     @property
     def checkpoint_staging_bytes(self) -> int:
@@ -199,7 +204,9 @@ class MemoryModel:
         return max((n for n, block in pairs if block.activations == "keep"), default=None)
 
     def _kept_per_token(self, block: BlockSpec) -> float:
-        kept = block.kept_bytes_per_token(self._job.dtype, is_compiled=self._is_gpu)
+        kept = block.kept_bytes_per_token(
+            self._job.dtype, is_compiled=self._is_gpu, saves_little=self._saves_little
+        )
         return kept + self._in_attention_per_token(block)
 
     def _graph_per_token(self, block: BlockSpec) -> float:
@@ -216,27 +223,60 @@ class MemoryModel:
             is_compiled=self._is_gpu,
         )
 
-    def working_bytes(self, keeps: Sequence[bool]) -> int:
-        """Return what a step makes on the way, if these blocks keep their activations."""
+    def working_bytes(self, keeps: Sequence[bool], *, offloads: bool = False) -> int:
+        """Return what a step makes on the way, if these blocks keep their activations.
+
+        ``offloads``: other blocks' inputs wait on the host.
+        """
         # The hidden states after the last block and their gradient are there throughout.
         always = 2 * self._stream_bytes + self._mask_bytes()
         if self._is_gpu:
             in_blocks = max(self._graph_bytes[i] + n for i, n in enumerate(self._beside_bytes))
-            return int(max(in_blocks, self._loss_bytes()) + always + WORKSPACE_BYTES)
-        return int(self._in_turn(keeps) + always + self._batch_bytes())
+            most = max(in_blocks, self._loss_bytes()) + always
+            return int(max(most, self._at_widest(keeps, offloads)) + WORKSPACE_BYTES)
+        in_blocks = self._in_turn(keeps, self._graph_bytes, self._beside_bytes)
+        return int(max(in_blocks, self._loss_bytes()) + always + self._batch_bytes())
 
-    def _in_turn(self, keeps: Sequence[bool]) -> float:
+    def _at_widest(self, keeps: Sequence[bool], offloads: bool) -> float:
+        """Return the same at the widest layer of a compiled backward: what long sequences need.
+
+        The gradient of the block's output is there, and of its input where that comes in parts. By
+        then the last norm has let its input go, and no offloaded input is on its way to the host.
+        """
+        num_streams = 1 + self._is_split - min(1, self._num_norms)
+        gone = max(self._inputs) if offloads else 0
+        in_blocks = self._in_turn(keeps, self._saved_bytes, self._derivative_bytes)
+        return in_blocks + num_streams * self._stream_bytes + self._mask_bytes() - gone
+
+    def _in_turn(
+        self, keeps: Sequence[bool], graphs: Sequence[float], besides: Sequence[float]
+    ) -> float:
         """Return the most beside what is kept, where each block's graph goes as it is used.
 
         A block that keeps has its graph already, and those after it have left by then.
         """
-        kept = [self.kept_bytes(i) if keep else 0 for i, keep in enumerate(keeps)]
-        gone, most = 0.0, self._loss_bytes()
+        gone, most = 0.0, 0.0
         for i in reversed(range(len(keeps))):
-            graph = 0.0 if keeps[i] else self._graph_bytes[i]
-            most = max(most, graph + self._beside_bytes[i] - gone)
-            gone += kept[i]
+            most = max(most, besides[i] + (0.0 if keeps[i] else graphs[i]) - gone)
+            gone += self.kept_bytes(i) if keeps[i] else 0
         return most
+
+    @cached_property
+    def _saved_bytes(self) -> list[float]:
+        """What the forward of one micro-batch saves, block by block."""
+        return [
+            self._rows_at_once * self._kept_per_token(block) + self._adapted_bytes(block)
+            for block in self._spec.blocks
+        ]
+
+    @cached_property
+    def _derivative_bytes(self) -> list[float]:
+        """What is there beside that at the widest layer, block by block."""
+        dtype, little = self._job.dtype, self._saves_little
+        return [
+            self._rows_at_once * block.derivative_bytes_per_token(dtype, saves_little=little)
+            for block in self._spec.blocks
+        ]
 
     @cached_property
     def _graph_bytes(self) -> list[float]:

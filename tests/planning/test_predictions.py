@@ -54,17 +54,19 @@ FILES = {
     "2026-11-16-h200-plans-lasting.json": probed("2026-11-16-h200-plans-lasting-probe.json"),
     "2026-11-16-h200-plans-whole.json": probed("2026-11-16-h200-plans-whole-probe.json"),
     "2026-11-16-h200-plans-lean.json": probed("2026-11-16-h200-plans-lean-probe.json"),
+    "2026-11-18-h200-plans.json": probed("2026-11-18-h200-plans-probe.json"),
 }
 
 
 # Before these, compiled blocks saved everything that their backward reads, and gradients passed
 # through as large a ring where updates go through the disk as elsewhere.
-LEAN = {"2026-11-16-h200-plans-lean.json"}
+LEAN = {"2026-11-16-h200-plans-lean.json", "2026-11-18-h200-plans.json"}
 # Older probes saw the disk's first seconds: their rows go by the disk just before and just after.
 LASTING = {
     "2026-11-16-h200-plans-lasting.json",
     "2026-11-16-h200-plans-whole.json",
     "2026-11-16-h200-plans-lean.json",
+    "2026-11-18-h200-plans.json",
 }
 
 
@@ -106,7 +108,12 @@ def spec_of(row: dict[str, Any]) -> ModelSpec:
 
 def _saving_all(block: BlockSpec) -> BlockSpec:
     everything = block.kept_elements_per_token + block.remade_elements_per_token
-    return replace(block, kept_elements_per_token=everything, remade_elements_per_token=0.0)
+    return replace(
+        block,
+        kept_elements_per_token=everything,
+        remade_elements_per_token=0.0,
+        beside_remade_per_token=block.beside_all_kept_per_token,
+    )
 
 
 def measured_placement(row: dict[str, Any], num_blocks: int) -> Placement:
