@@ -27,7 +27,6 @@ import torch
 from outcore.cli.machine import machine_facts
 from outcore.optim.disk_updater import NUM_AHEAD, num_staging_buffers
 from outcore.optim.state_format import state_format
-from outcore.optim.updates import MAX_PIECE_ELEMENTS
 from outcore.store.ledger import Ledger
 from outcore.store.scratch_directory import ScratchDirectory
 from outcore.stream.disk_tensors import DiskShape, DiskTensors, fetch_together, store_together
@@ -42,8 +41,9 @@ class State:
     """Optimizer state of one format in a file, without parameters."""
 
     def __init__(self, directory: Path, format_name: str, num_bytes: int) -> None:
-        kinds = state_format(format_name, torch.bfloat16).tensors
-        chunk_bytes = sum(kind.num_bytes(MAX_PIECE_ELEMENTS) for kind in kinds)
+        format = state_format(format_name, torch.bfloat16)
+        kinds, piece = format.tensors, format.max_piece_elements
+        chunk_bytes = format.num_bytes(piece)
         self.num_chunks = max(NUM_AHEAD + 2, num_bytes // chunk_bytes)
         self.num_bytes = self.num_chunks * chunk_bytes
         self._file = DiskTensors(
@@ -51,9 +51,9 @@ class State:
             format_name,
             [
                 DiskShape(
-                    numel=kind.numel(self.num_chunks * MAX_PIECE_ELEMENTS),
+                    numel=kind.numel(self.num_chunks * piece),
                     dtype=kind.dtype,
-                    piece_numel=kind.numel(MAX_PIECE_ELEMENTS),
+                    piece_numel=kind.numel(piece),
                 )
                 for kind in kinds
             ],

@@ -157,10 +157,10 @@ def test_the_spec_is_what_the_engine_streams() -> None:
         counted = units.units
         assert [u.layout.numel for u in built] == [u.numel for u in counted], name
         assert [u.layout.trainable_numel for u in built] == [u.trainable_numel for u in counted]
-        numels = [c.numel for c in chunks_of(built, units._limit())]
+        numels = [c.numel for c in chunks_of(built, units._limit(), 1)]
         assert units.max_chunk == max(numels)
         urgent = [unit for unit in built if unit.is_urgent]
-        first = [c.numel for c in chunks_of(urgent, units._limit())]
+        first = [c.numel for c in chunks_of(urgent, units._limit(), 1)]
         assert [numel for _, numel in units.chunks] == first
         runs_whole = [u.arrives_whole and not u.part.is_block for u in built]
         edges = iter(spec_of_model(model).edges)

@@ -22,7 +22,6 @@ from outcore.kernels.packed_format import PackedFormat, check_range
 from outcore.optim.backend import MakeDisk
 from outcore.optim.disk_updater import num_weight_buffers
 from outcore.optim.state_format import StateTensor
-from outcore.optim.updates import MAX_PIECE_ELEMENTS
 from outcore.store.host_arena import OUT_OF_HOST, HostArena, aligned_bytes, made_ahead
 from outcore.store.ledger import Ledger
 from outcore.store.packed_spans import MIN_ELEMENTS, PackedLayout, is_packable
@@ -169,10 +168,9 @@ def place_units(
             unit.remainder = arena.span(unit.layout.trainable_numel, remainder.dtype)
     if on_disk:
         assert make_disk is not None
+        most = options.state_format.max_piece_elements
         shapes = [
-            DiskShape(
-                numel=u.span_numel, dtype=u.dtype, piece_numel=u.piece_numel(MAX_PIECE_ELEMENTS)
-            )
+            DiskShape(numel=u.span_numel, dtype=u.dtype, piece_numel=u.piece_numel(most))
             for u in on_disk
         ]
         disk = make_disk("weights", shapes, num_weight_buffers())

@@ -29,7 +29,7 @@ from outcore.optim.state import (
 from outcore.optim.state_format import StateFormat
 from outcore.optim.state_readers import StateReaders
 from outcore.optim.updaters import Updaters
-from outcore.optim.updates import MAX_PIECE_ELEMENTS, Chunk, ChunkUpdate, chunks_of
+from outcore.optim.updates import Chunk, ChunkUpdate, chunks_of
 from outcore.store.ledger import Ledger
 from outcore.stream.disk_tensors import DiskShape, DiskTensors
 from outcore.stream.lanes import Fence, Lane
@@ -102,7 +102,11 @@ class OptimizerBackend:
         self._has_loaded_masters = False  # their lower bits, and no update was queued since
         largest = max((unit.layout.trainable_numel for unit in self.units), default=1)
         # Small models get several chunks too: the machinery is the same at every size.
-        self.chunks = chunks_of(self.units, min(MAX_CHUNK_ELEMENTS, max(1 << 10, largest // 3)))
+        self.chunks = chunks_of(
+            self.units,
+            min(MAX_CHUNK_ELEMENTS, max(1 << 10, largest // 3)),
+            placement.state_format.max_piece_elements,
+        )
 
     @property
     def plans_waiting(self) -> bool | None:
@@ -161,7 +165,7 @@ class OptimizerBackend:
         built = build_on_device(on_device, format, device=self._device, ledger=self._device_ledger)
         if on_disk:
             assert self._make_disk is not None
-            shapes = disk_shapes(on_disk, format, MAX_PIECE_ELEMENTS)
+            shapes = disk_shapes(on_disk, format, format.max_piece_elements)
             # A resident weight has its master on disk too, and three of them may come in a row.
             num_tensors = len(format.tensors) + any(u.host_weight is None for u in on_disk)
             self._disk = self._make_disk("state", shapes, num_staging_buffers(num_tensors))

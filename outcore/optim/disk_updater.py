@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from outcore.errors import OutcoreError
-from outcore.optim.updates import MAX_PIECE_ELEMENTS, ChunkUpdate
+from outcore.optim.updates import ChunkUpdate
 from outcore.stream import disk_tensors
+from outcore.stream.disk_lanes import NUM_LANES
 from outcore.stream.disk_tensors import DiskTensor
 from outcore.stream.lanes import Fence, Lane, injected_delay
 from outcore.stream.recording import recorded
 
-NUM_AHEAD = 2  # chunks that are read ahead of the one that is updated
+NUM_AHEAD = NUM_LANES + 1  # chunks that are read ahead of the one that is updated
 
 Fetched = tuple[DiskTensor, Tensor, Fence]
 """A tensor, its piece in staging, and the fence behind which that holds it."""
@@ -29,7 +30,7 @@ Fetched = tuple[DiskTensor, Tensor, Fence]
 
 def num_staging_buffers(num_tensors: int) -> int:
     """Return the buffers of a file with ``num_tensors`` a chunk: read ahead, updated, written."""
-    return num_tensors * (NUM_AHEAD + 2)
+    return num_tensors * (NUM_AHEAD + 1 + NUM_LANES)
 
 
 def num_weight_buffers() -> int:
@@ -84,33 +85,36 @@ class DiskUpdater:
 
     def _run(self) -> None:
         ahead: deque[_Staged] = deque()
+        upcoming: ChunkUpdate | None = None  # taken from the queue, not staged yet
         while True:
             while len(ahead) <= NUM_AHEAD:
                 try:
-                    update = self._queue.get(block=not ahead)
+                    upcoming = upcoming or self._queue.get(block=not ahead)
                 except queue.Empty:
                     break
-                if update is None:
-                    self._give_up(ahead)
+                if upcoming is None or self._is_closing:
+                    self._give_up(ahead, upcoming)
                     return
-                while any(staged.update.chunk.key == update.chunk.key for staged in ahead):
-                    self._run_one(ahead.popleft())  # two updates of one chunk keep their order
+                if any(staged.update.chunk.key == upcoming.chunk.key for staged in ahead):
+                    break  # two updates of one chunk keep their order
                 try:
-                    ahead.append(_stage(update))
+                    ahead.append(_stage(upcoming))
                 except BaseException as error:
-                    update.fail(error)
-                del update  # hold no tensor while idle
+                    upcoming.fail(error)
+                upcoming = None  # hold no tensor while idle
             if self._is_closing:
-                self._give_up(ahead)
+                self._give_up(ahead, upcoming)
                 return
             if ahead:
                 self._run_one(ahead.popleft())
 
-    def _give_up(self, ahead: deque[_Staged]) -> None:
+    def _give_up(self, ahead: deque[_Staged], upcoming: ChunkUpdate | None) -> None:
         error = OutcoreError("the optimizer was closed before this update")
         for staged in ahead:
             _release(staged.fetched)
             staged.update.fail(error)
+        if upcoming is not None:
+            upcoming.fail(error)
         while not self._queue.empty():
             update = self._queue.get()
             if update is not None:
@@ -149,22 +153,27 @@ class DiskUpdater:
             ]
         stores = []
         values_of = {tensor: values for tensor, values, _ in staged.fetched}
-        for tensors in disk_tensors.files_of(list(values_of)):
+        files = disk_tensors.files_of(list(values_of))
+        done = update.done if len(files) == 1 else None  # one write is all of it
+        for tensors in files:
             sources = [(tensor, values_of[tensor]) for tensor in tensors]
             is_read = any(values.data_ptr() == weight.data_ptr() for _, values in sources)
             after = read_by if is_read else []
-            stores.append(disk_tensors.store_together(sources, staged.piece, after))
+            stores.append(disk_tensors.store_together(sources, staged.piece, after, done))
             if chunk.unit.disk_weight in tensors:
                 self._weights_written.submit(_nothing, after=stores[-1:], fence=update.weight_ready)
         if resident is None and chunk.unit.disk_weight is None:
             update.weight_ready.mark_issued()
-        self._all_written.submit(_nothing, after=stores, fence=update.done)
+        if done is None:
+            self._all_written.submit(_nothing, after=stores, fence=update.done)
 
 
 def _stage(update: ChunkUpdate) -> _Staged:
     """Start to read what is on disk of an update's tensors."""
     chunk = update.chunk
-    piece, offset = divmod(chunk.start, chunk.unit.piece_numel(MAX_PIECE_ELEMENTS))
+    piece, offset = divmod(
+        chunk.start, chunk.unit.piece_numel(update.state.format.max_piece_elements)
+    )
     assert offset == 0, "a chunk is one piece"
     tensors = update.home_tensors()
     on_disk = update.state.on_disk

@@ -23,15 +23,19 @@ from outcore.stream.unit import Unit
 
 RING_BUFFERS = 24  # with chunks of 64 MiB of bf16: 1.5 GiB
 # Updates through a disk run in the order in which gradients come: more would only wait there.
-DISK_RING_BUFFERS = 8
+DISK_RING_ELEMENTS = 1 << 27
+DISK_RING_BUFFERS = 8, 64  # at least, at most
 
 DirectPlace = Callable[[Chunk], "tuple[Tensor, list[Fence]] | None"]
 """Says where on the device a chunk's gradient may go, and after what; None: to the host."""
 
 
-def num_ring_buffers(*, on_disk: bool) -> int:
-    """Return the buffers of a ring; ``on_disk``: some weights or state are there."""
-    return DISK_RING_BUFFERS if on_disk else RING_BUFFERS
+def num_ring_buffers(chunk_numel: int, *, on_disk: bool) -> int:
+    """Return the buffers of a ring of chunks; ``on_disk``: some weights or state are there."""
+    if not on_disk:
+        return RING_BUFFERS
+    least, most = DISK_RING_BUFFERS
+    return max(least, min(most, -(-DISK_RING_ELEMENTS // max(1, chunk_numel))))
 
 
 class GradientSink(Protocol):
@@ -160,7 +164,7 @@ class PassingSink:
         numel = max((c.numel for c in chunks if c.unit.state_home != "device"), default=0)
         if numel == 0:
             return
-        num_buffers = num_ring_buffers(on_disk=any(c.unit.is_on_disk for c in chunks))
+        num_buffers = num_ring_buffers(numel, on_disk=any(c.unit.is_on_disk for c in chunks))
         arena = HostArena(
             num_buffers * aligned_bytes(numel, wire_dtype),
             purpose="gradients",

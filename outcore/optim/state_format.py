@@ -17,6 +17,8 @@ from torch import Tensor
 from outcore.kernels import BLOCK, AdamWScalars, adamw_, adamw_compact_
 
 FORMAT_NAMES = ("fp32", "compact", "minimal")
+# Elements that go to a disk and come from it as one: each moment is one request of 8 MiB.
+_PIECE_ELEMENTS = {"fp32": 1 << 21, "compact": 1 << 23, "minimal": 1 << 23}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,11 @@ class StateFormat:
     name: str
     weight_dtype: torch.dtype
     tensors: tuple[StateTensor, ...]
+
+    @property
+    def max_piece_elements(self) -> int:
+        """The most elements that go to a disk and come from it as one."""
+        return max_piece_elements(self.name)
 
     @property
     def remainder(self) -> StateTensor | None:
@@ -93,6 +100,11 @@ class StateFormat:
                 first_element=first_element,
                 **named,
             )
+
+
+def max_piece_elements(name: str) -> int:
+    """Return the most elements of a format that go to a disk and come from it as one."""
+    return _PIECE_ELEMENTS[name]
 
 
 def state_format(name: str, weight_dtype: torch.dtype) -> StateFormat:

@@ -20,8 +20,6 @@ from outcore.store.spans import ALIGN_ELEMENTS
 from outcore.stream.lanes import Fence
 from outcore.stream.unit import Unit
 
-MAX_PIECE_ELEMENTS = 1 << 24  # of a chunk on disk: four tensors of them are staged at a time
-
 Arrival = tuple[int, int]
 """Of a gradient that arrives in one piece: the unit's index and the first element."""
 
@@ -125,8 +123,11 @@ class ChunkUpdate:
             self.on_read(fence)
 
 
-def chunks_of(units: Sequence[Unit], max_numel: int) -> list[Chunk]:
-    """Cut what arrives together into chunks of about equal size."""
+def chunks_of(units: Sequence[Unit], max_numel: int, max_piece_numel: int) -> list[Chunk]:
+    """Cut what arrives together into chunks of about equal size.
+
+    ``max_piece_numel``: the most elements of a chunk on disk.
+    """
     chunks = []
     for unit in units:
         if unit.arrives_whole:
@@ -135,7 +136,7 @@ def chunks_of(units: Sequence[Unit], max_numel: int) -> list[Chunk]:
             deliveries = [(field.offset, field.end) for field in unit.layout.trainable]
         for first, last in deliveries:
             if unit.is_on_disk:
-                size = unit.piece_numel(MAX_PIECE_ELEMENTS)
+                size = unit.piece_numel(max_piece_numel)
             else:
                 pieces = max(1, -(-(last - first) // max_numel))
                 size = -(-(last - first) // pieces)

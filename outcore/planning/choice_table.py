@@ -7,6 +7,7 @@ of one placement, in full; what is chosen here is counted and played there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from outcore.optim.gradient_sinks import num_ring_buffers
 from outcore.planning.choices import Choice, Choices, Counts
 from outcore.planning.cost import Costs, input_bytes
 from outcore.planning.memory import MemoryModel
-from outcore.planning.placement import STAGING_PIECES
 from outcore.planning.plan import Job
 from outcore.planning.simulate import Simulated, simulate
 from outcore.planning.state_bytes import StateBytes
@@ -69,7 +69,9 @@ class ChoiceTable:
         self._first_edges = float(sum(units.units[u].trainable_numel for u in units.first_edges))
         largest = max(unit.trainable_numel for unit in units.units)
         self._ring, self._disk_ring = (
-            float(max(num_ring_buffers(on_disk=on_disk) * units.max_chunk, largest))
+            float(
+                max(num_ring_buffers(units.max_chunk, on_disk=on_disk) * units.max_chunk, largest)
+            )
             for on_disk in (False, True)
         )
         self._disk_ring += 2 * largest  # gradients that leave the device after its last work
@@ -154,15 +156,17 @@ class ChoiceTable:
         if self._gradients_wait:
             host += (blocks_leave + edges_leave) * sizes.gradient
         else:
-            chunk = np.maximum(
-                (blocks_leave > 0) * units.block_chunk, (edges_leave > 0) * units.edge_chunk
+            on_disk = np.maximum(ds, dw)
+            sizes_and_where = (
+                (units.block_chunk, (blocks_leave > 0) & (s < n - on_disk)),
+                (units.largest_piece, (blocks_leave > 0) & (on_disk > 0)),
+                (units.edge_chunk, edges_leave > 0),
             )
-            has_pieces = (chunk > 0) & ((ds > 0) | (dw > 0))
-            chunk = np.where(has_pieces, np.maximum(chunk, units.largest_piece), chunk)
-            num_buffers = np.where(
-                has_pieces, num_ring_buffers(on_disk=True), num_ring_buffers(on_disk=False)
-            )
-            host += num_buffers * chunk * float(sizes.gradient)
+            chunk = np.max([where * size for size, where in sizes_and_where], axis=0)
+            for size, has_pieces in product({size for size, _ in sizes_and_where}, (False, True)):
+                is_this = (chunk == size) & ((on_disk > 0) == has_pieces)
+                ring = size * num_ring_buffers(size, on_disk=has_pieces)
+                host += is_this * float(ring * sizes.gradient)
         staging = np.where(
             w > n - ds,  # some state on disk has the master of a resident weight beside it
             units.state_staging_bytes(sizes, with_masters=True),
@@ -305,7 +309,7 @@ class ChoiceTable:
             fetched = self._num_passes * (disk_weights + again)
             lanes.append(read + fetched / costs.machine.disk_read_bytes_s)
             # What has not passed through staging, or the ring, holds up the forward or backward.
-            staged = float(STAGING_PIECES * self._disk_piece)
+            staged = float(self.memory.units.staged_numel + 2 * self._disk_piece)
             held = staged if self._gradients_wait else staged + self._disk_ring
             written = np.maximum(0.0, state - held * sizes.moved) / both_ways_bytes_s
             if self._gradients_wait:

@@ -147,16 +147,16 @@ class MemoryModel:
                 home = "host" if tier == "disk" else tier
                 add(home, "gradients", numel * sizes.gradient)
             elif tier != "device":
-                ring_chunk = max(ring_chunk, self.units.chunk_of(unit))
+                is_piece = "disk" in (tier, weights)
+                chunk = self.units.largest_piece if is_piece else self.units.chunk_of(unit)
+                ring_chunk = max(ring_chunk, chunk)
             if tier == "host":
                 visiting_chunk = max(visiting_chunk, self.units.chunk_of(unit))
             stages = stages or tier == "disk"
             has_pieces = has_pieces or "disk" in (tier, weights)
             with_masters = with_masters or (tier == "disk" and weights == "device")
         if ring_chunk:
-            if has_pieces:  # on disk a small block is not cut as finely
-                ring_chunk = max(ring_chunk, self.units.largest_piece)
-            num_buffers = num_ring_buffers(on_disk=has_pieces)
+            num_buffers = num_ring_buffers(ring_chunk, on_disk=has_pieces)
             add("host", "gradients", num_buffers * ring_chunk * sizes.gradient)
         if stages:
             add(

@@ -14,13 +14,13 @@ from outcore.model_spec import ModelSpec
 from outcore.optim.backend import MAX_CHUNK_ELEMENTS
 from outcore.optim.device_state import NUM_HELPING
 from outcore.optim.disk_updater import num_staging_buffers, num_weight_buffers
-from outcore.optim.updates import MAX_PIECE_ELEMENTS
+from outcore.optim.state_format import max_piece_elements
 from outcore.planning.plan import BlockPlan, Job, Tier
 from outcore.planning.state_bytes import StateBytes
 from outcore.store.spans import ALIGN_ELEMENTS
 from outcore.stream.disk_tensors import piece_numel
 
-STAGING_PIECES = num_staging_buffers(1)  # of disk state: coming, waiting, being updated, going
+STAGING_PIECES = num_staging_buffers(1)  # of disk state: coming, waiting, updated, going
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,7 @@ class Units:
 
     def __init__(self, spec: ModelSpec, job: Job) -> None:
         self.units = tuple(_units(spec, job))
+        self._max_piece = max_piece_elements(job.state_format)
         self.block_chunk = self._largest_chunk([u for u in self.units if u.block is not None])
         self.edge_chunk = self._largest_chunk([u for u in self.units if u.block is None])
         self.max_chunk = max(1, self.block_chunk, self.edge_chunk)
@@ -100,10 +101,15 @@ class Units:
         """Elements of a chunk on disk; only blocks go there."""
         blocks = [unit for unit in self.units if unit.block is not None]
         pieces = [
-            min(numel, piece_numel(numel, MAX_PIECE_ELEMENTS))
+            min(numel, piece_numel(numel, self._max_piece))
             for numel in {unit.trainable_numel or unit.numel for unit in blocks}
         ]
         return max(pieces, default=0)
+
+    @property
+    def staged_numel(self) -> int:
+        """Elements of state that are on their way through the disk at a time."""
+        return STAGING_PIECES * self.largest_piece
 
     def chunk_of(self, unit: UnitSize) -> int:
         """Return the elements of the largest chunk of units of this kind."""
@@ -122,7 +128,7 @@ class Units:
         """Return the same for weights, whose span may be longer than what is trained of it."""
         blocks = [unit for unit in self.units if unit.block is not None]
         pieces = [
-            min(unit.numel, piece_numel(unit.trainable_numel or unit.numel, MAX_PIECE_ELEMENTS))
+            min(unit.numel, piece_numel(unit.trainable_numel or unit.numel, self._max_piece))
             for unit in blocks
         ]
         return num_weight_buffers() * max(pieces, default=0) * sizes.weight

@@ -52,8 +52,10 @@ class UpdateLanes:
         self.ready = [0.0] * len(self.sizes)  # new weights of each unit
         self.awaited = [HOST] * len(self.sizes)  # the lane that made them late
         self._largest_piece = float(units.largest_piece)
+        self._staged_numel = units.staged_numel
         # Pieces of a third of a block are fine enough, also where the ring holds less than a block.
-        num_buffers = num_ring_buffers(on_disk="disk" in (*self.tiers, *self.weights))
+        is_on_disk = "disk" in (*self.tiers, *self.weights)
+        num_buffers = num_ring_buffers(units.max_chunk, on_disk=is_on_disk)
         self._ring_room = float(max(num_buffers * units.max_chunk, *self.sizes))
         self._piece = self._ring_room / 3
         self.held_up_by = TO_HOST  # the lane for which gradients wait on the device
@@ -62,7 +64,7 @@ class UpdateLanes:
         self._arrived: dict[int, float] = {}  # gradients that wait for clipping
         self._next = len(self.sizes)  # unit whose waiting update is played next
         self._begun = 0.0
-        self._staged: list[float] = []  # when each piece that went through staging was written
+        self._staged: list[tuple[float, float]] = []  # elements, and when they were written
 
     # --- gradients leave the device -----------------------------------------------------------
 
@@ -173,10 +175,21 @@ class UpdateLanes:
         """Read state from disk, where it lives there; return when the update may start."""
         if self.tiers[unit] != "disk":
             return arrived
-        free = self._staged[-STAGING_PIECES] if len(self._staged) >= STAGING_PIECES else 0.0
-        after = max(free, self._begun)
+        after = max(self._room_in_staging(numel), self._begun)
         read = self._costs.disk_update_s(numel * self._disk_bytes(unit))
         return max(arrived, self._clock.run(DISK_READ, read, after, f"state {unit}"))
+
+    def _room_in_staging(self, numel: float) -> float:
+        """Return when those that went through staging last leave room for more elements.
+
+        Pieces are played in larger ones than they are: two of these are always on their way.
+        """
+        left = max(self._staged_numel, 2 * numel) - numel
+        for size, written in reversed(self._staged):
+            left -= size
+            if left < 0:
+                return written
+        return 0.0
 
     def _disk_piece(self, numel: float) -> float:
         """Return the elements that are read, updated and written as one."""
@@ -198,7 +211,7 @@ class UpdateLanes:
                 end,
                 f"state {unit}",
             )
-            self._staged.append(written)
+            self._staged.append((numel, written))
             del self._staged[:-STAGING_PIECES]
             self.awaited[unit] = max(DISK_READ, DISK_WRITE, key=lambda lane: clock.free[lane])
             if self.weights[unit] == "disk":

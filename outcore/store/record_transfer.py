@@ -62,17 +62,19 @@ class RecordTransfer:
         self._readers = ThreadPoolExecutor(num_threads, "outcore-disk-read")
         self._writers = ThreadPoolExecutor(num_threads, "outcore-disk-write")
 
-    def read(self, orders: Sequence[Order]) -> list[int]:
+    def read(self, orders: Sequence[Order], num_threads: int) -> list[int]:
         """Fill the memory of each; return the checksums of what came."""
-        return self._move(disk_calls.read_parts, self._readers, read_and_sum, orders)
+        return self._move(disk_calls.read_parts, self._readers, read_and_sum, orders, num_threads)
 
-    def write(self, orders: Sequence[Order]) -> list[int]:
+    def write(self, orders: Sequence[Order], num_threads: int) -> list[int]:
         """Write the memory of each; return its checksums."""
-        return self._move(disk_calls.write_parts, self._writers, _sum_and_write, orders)
+        return self._move(
+            disk_calls.write_parts, self._writers, _sum_and_write, orders, num_threads
+        )
 
     def read_to_device(self, record: Record, memory: DeviceBytes) -> None:
         """Fill device memory; its checksum is for whoever can look at it."""
-        piece_bytes = self._request_bytes(record.num_bytes)
+        piece_bytes = self._request_bytes(record.num_bytes, self._num_threads)
         starts = range(0, memory.size, piece_bytes)
         self._by_piece(self._readers, _read_to_device, record, memory, 0, starts, piece_bytes)
 
@@ -87,13 +89,15 @@ class RecordTransfer:
         pool: ThreadPoolExecutor,
         work: _Piece[Bytes],
         orders: Sequence[Order],
+        num_threads: int,
     ) -> list[int]:
-        piece_bytes = self._request_bytes(sum(order.record.num_bytes for order in orders))
+        num_bytes = sum(order.record.num_bytes for order in orders)
+        piece_bytes = self._request_bytes(num_bytes, num_threads)
         parts = [
             Part(memory=order.memory, offset=order.record.offset, seed=order.seed)
             for order in orders
         ]
-        moved = move(self._file.fd, parts, piece_bytes=piece_bytes, threads=self._num_threads)
+        moved = move(self._file.fd, parts, piece_bytes=piece_bytes, threads=num_threads)
         checksums = []
         for order, done in zip(orders, moved, strict=True):
             if not self._file.is_direct:
@@ -141,9 +145,9 @@ class RecordTransfer:
                 raise failure
         return sum(future.result() for future in futures) % 2**64
 
-    def _request_bytes(self, num_bytes: int) -> int:
+    def _request_bytes(self, num_bytes: int, num_threads: int) -> int:
         """Return the bytes of one request: small enough for every thread to have one."""
-        share = page_aligned_bytes(-(-num_bytes // self._num_threads))
+        share = page_aligned_bytes(-(-num_bytes // num_threads))
         return min(self._piece_bytes, max(MIN_PIECE_BYTES, share))
 
 

@@ -146,8 +146,13 @@ class ScratchFile:
         """Fill ``target`` with what was last written to the record."""
         self.read_all([(index, target)])
 
-    def read_all(self, targets: Sequence[tuple[int, HostMemory]]) -> None:
-        """Fill each target with what was last written to its record."""
+    def read_all(
+        self, targets: Sequence[tuple[int, HostMemory]], *, num_threads: int | None = None
+    ) -> None:
+        """Fill each target with what was last written to its record.
+
+        ``num_threads``: by default as many as the options say.
+        """
         found = [self.layout.records[index] for index, _ in targets]
         memory = [
             page_bytes(target, record.num_bytes, writable=True)
@@ -159,9 +164,8 @@ class ScratchFile:
                 written, checksum = self._last_write(record)
                 expected.append(checksum)
                 orders.append(Order(record=record, memory=bytes_, seed=_seed(record, written)))
-            for record, checksum, arrived in zip(
-                found, expected, self._transfer.read(orders), strict=True
-            ):
+            sums = self._transfer.read(orders, num_threads or self.options.num_threads)
+            for record, checksum, arrived in zip(found, expected, sums, strict=True):
                 self._compare(record, arrived, checksum)
 
     def read_to_device(self, index: int, target: Tensor) -> Arrived:
@@ -196,7 +200,9 @@ class ScratchFile:
         """Make ``source`` the record's value; it must not change before this returns."""
         self.write_all([(index, source)])
 
-    def write_all(self, sources: Sequence[tuple[int, HostMemory]]) -> None:
+    def write_all(
+        self, sources: Sequence[tuple[int, HostMemory]], *, num_threads: int | None = None
+    ) -> None:
         """Make each source its record's value; none may change before this returns."""
         found = [self.layout.records[index] for index, _ in sources]
         assert len({record.index for record in found}) == len(found), "a record with two values"
@@ -214,7 +220,8 @@ class ScratchFile:
                 orders.append(Order(record=record, memory=bytes_, seed=_seed(record, written)))
             for record in found:
                 self._check_file(record)
-            for record, checksum in zip(found, self._transfer.write(orders), strict=True):
+            sums = self._transfer.write(orders, num_threads or self.options.num_threads)
+            for record, checksum in zip(found, sums, strict=True):
                 num_writes = self._written[record.index].num_writes
                 self._written[record.index] = _Written(num_writes=num_writes, checksum=checksum)
 

@@ -1,15 +1,15 @@
 """Records of a scratch file on their way through host memory: read, worked on, written back.
 
-Two lanes, one that reads and one that writes, over a fixed number of staging buffers. Every call
-returns at once; fences order the rest. For each record the caller's order counts: a fetch gives
-what the last store before it stored.
+A few lanes that read and as many that write, each on one thread, over a fixed number of staging
+buffers: records that follow each other are on their way at the same time, and the disk has the next
+one's requests before the last of this one's are done. Every call returns at once; fences order the
+rest. For each record the caller's order counts: a fetch gives what the last store before it stored.
 
     buffer, here = disk.fetch(record)
     done = cores.submit(lambda: work(buffer), after=[here])
     disk.store(record, buffer, after=[done])          # or disk.release(buffer, after=[done])
 
-``fetch_all`` and ``store_all`` move several records as one piece of work, which keeps the disk
-busier.
+``fetch_all`` and ``store_all`` move several records as one piece of work.
 
 No deadlock: a piece of work waits only for work that was submitted before it. Hence the two rules
 for callers: the fences in ``after`` are of work that is submitted already, and buffers are given
@@ -30,6 +30,8 @@ from outcore.store.scratch_file import Arrived, ScratchFile
 from outcore.stream.lanes import Fence, Lane
 from outcore.stream.staging import StagingPool
 
+NUM_LANES = 4  # that read, and as many that write
+
 
 class DiskLanes:
     """Moves records between ``file`` and the buffers of ``staging``."""
@@ -42,11 +44,11 @@ class DiskLanes:
             )
         self._file = file
         self._staging = staging
-        self.reads = Lane("disk-reads", hardware="disk read")
-        self.writes = Lane("disk-writes", hardware="disk write")
+        self.reads = [Lane("disk-reads", hardware="disk read") for _ in range(NUM_LANES)]
+        self.writes = [Lane("disk-writes", hardware="disk write") for _ in range(NUM_LANES)]
         self._arrivals: dict[int, Fence] = {}  # the read into each lent buffer, by its address
         self._stored: dict[int, Fence] = {}  # the last store of each record
-        self._fetched: dict[int, Fence] = {}  # the last fetch, behind which all earlier ones are
+        self._fetched: dict[int, list[Fence]] = {}  # fetches since that, which may be under way
         # The order of calls is the order in the lanes, and what keeps the fences free of circles.
         self._lock = threading.Lock()
 
@@ -64,10 +66,13 @@ class DiskLanes:
             after = [self._stored[record] for record in records if record in self._stored]
             buffers, fence = self._fill(
                 records,
-                lambda lent: self._file.read_all(list(zip(records, lent, strict=True))),
+                lambda lent: self._file.read_all(
+                    list(zip(records, lent, strict=True)), num_threads=1
+                ),
                 after,
             )
-            self._fetched.update(dict.fromkeys(records, fence))
+            for record in records:
+                self._note_fetch(record, fence)
         return buffers, fence
 
     def zeros(self, record: int) -> tuple[Tensor, Fence]:
@@ -84,12 +89,10 @@ class DiskLanes:
         arrived: list[Arrived] = []
         with self._lock:
             after = [self._stored[record]] if record in self._stored else []
-            fence = self._fetched[record] = Fence()
-            self.reads.submit(
-                lambda: arrived.append(self._file.read_to_device(record, target)),
-                after=after,
-                fence=fence,
+            fence = _lane_of(self.reads, record).submit(
+                lambda: arrived.append(self._file.read_to_device(record, target)), after=after
             )
+            self._note_fetch(record, fence)
         return fence, arrived
 
     def blank(self, record: int) -> tuple[Tensor, Fence]:
@@ -112,8 +115,16 @@ class DiskLanes:
         """
         return self.store_all([(record, buffer)], after)
 
-    def store_all(self, sources: Sequence[tuple[int, Tensor]], after: Sequence[Fence]) -> Fence:
-        """``store`` for several records: all are written, or none counts as written."""
+    def store_all(
+        self,
+        sources: Sequence[tuple[int, Tensor]],
+        after: Sequence[Fence],
+        fence: Fence | None = None,
+    ) -> Fence:
+        """``store`` for several records: all are written, or none counts as written.
+
+        ``fence``: one that waits for it already.
+        """
         for record, buffer in sources:
             if buffer.numel() != self._num_bytes(record):
                 raise ValueError(
@@ -121,29 +132,34 @@ class DiskLanes:
                 )
         with self._lock:
             users = self._users([buffer for _, buffer in sources], after)
-            # Fetches that were asked for before must still see the older values.
-            overtaken = [
-                self._fetched.pop(record) for record, _ in sources if record in self._fetched
-            ]
+            # Fetches that were asked for before must still see the older values, and an older store
+            # must not come after this one.
+            overtaken = []
+            for record, _ in sources:
+                overtaken += self._fetched.pop(record, [])
+                if record in self._stored:
+                    overtaken.append(self._stored[record])
 
             def write() -> None:
                 wait_over(overtaken)
-                self._file.write_all(sources)
+                self._file.write_all(sources, num_threads=1)
 
-            fence = self.writes.submit(write, after=users)
+            lane = _lane_of(self.writes, sources[0][0])
+            fence = lane.submit(write, after=users, fence=fence)
             self._stored.update(dict.fromkeys((record for record, _ in sources), fence))
-            self._take_back([buffer for _, buffer in sources], users)
+            self._take_back([buffer for _, buffer in sources], users, lane)
         return fence
 
     def release(self, buffer: Tensor, after: Sequence[Fence]) -> None:
         """Take a buffer back behind ``after`` without writing it."""
         with self._lock:
-            self._take_back([buffer], self._users([buffer], after))
+            lane = _lane_of(self.writes, buffer.data_ptr() // self._staging.buffer_bytes)
+            self._take_back([buffer], self._users([buffer], after), lane)
 
     def close(self) -> None:
         """Drop queued work, finish what is in hand and end the lanes; the file stays open."""
-        self.writes.close()
-        self.reads.close()
+        for lane in (*self.writes, *self.reads):
+            lane.close()
 
     def _fill(
         self,
@@ -155,7 +171,7 @@ class DiskLanes:
         lent = self._staging.lend_all([self._num_bytes(record) for record in records])
         buffers = [buffer for buffer, _ in lent]
         before = [*(free_after for _, free_after in lent if free_after is not None), *after]
-        fence = self.reads.submit(lambda: fill(buffers), after=before)
+        fence = _lane_of(self.reads, records[0]).submit(lambda: fill(buffers), after=before)
         self._arrivals.update((buffer.data_ptr(), fence) for buffer in buffers)
         return buffers, fence
 
@@ -166,16 +182,25 @@ class DiskLanes:
         arrivals = [self._arrivals.pop(buffer.data_ptr(), None) for buffer in buffers]
         return [*after, *dict.fromkeys(fence for fence in arrivals if fence is not None)]
 
-    def _take_back(self, buffers: Sequence[Tensor], users: Sequence[Fence]) -> None:
+    def _note_fetch(self, record: int, fence: Fence) -> None:
+        under_way = [earlier for earlier in self._fetched.get(record, []) if not earlier.is_issued]
+        self._fetched[record] = [*under_way, fence]
+
+    def _take_back(self, buffers: Sequence[Tensor], users: Sequence[Fence], lane: Lane) -> None:
         # Behind the write in its lane, and behind all users: the first that fails ends the wait of
         # the write, not the others' work. Failed or not the buffers are free then, so this fence
         # does not fail.
-        free_after = self.writes.submit(lambda: wait_over(users))
+        free_after = lane.submit(lambda: wait_over(users))
         for buffer in buffers:
             self._staging.take_back(buffer, free_after)
 
     def _num_bytes(self, record: int) -> int:
         return self._file.layout.records[record].num_bytes
+
+
+def _lane_of(lanes: Sequence[Lane], number: int) -> Lane:
+    """Return the lane of a record: the next one's is another."""
+    return lanes[number % len(lanes)]
 
 
 def wait_over(fences: Sequence[Fence]) -> None:

@@ -21,11 +21,11 @@ from outcore.kernels.checksum import PAGE_BYTES
 from outcore.kernels.checksum_torch import checksum_on_device
 from outcore.store.ledger import Ledger
 from outcore.store.scratch_file import Arrived, ScratchFile, ScratchOptions
-from outcore.stream.disk_lanes import DiskLanes, wait_over
+from outcore.stream.disk_lanes import NUM_LANES, DiskLanes, wait_over
 from outcore.stream.lanes import Fence
 from outcore.stream.staging import StagingPool
 
-NUM_AHEAD = 3  # pieces of weights that are read ahead of their copy to the device
+NUM_AHEAD = NUM_LANES + 1  # pieces of weights that are read ahead of their copy to the device
 PIECE_ALIGN = 1 << 19  # elements: whole pages also for one byte to each 128 of them
 
 
@@ -100,6 +100,7 @@ class DiskTensor:
 
     def write(self, values: Tensor) -> None:
         """Replace the whole tensor; blocks. ``values`` may be anywhere on the host."""
+        stores = []
         for piece in range(self.shape.num_pieces):
             start, end = self.shape.bounds(piece)
             buffer, free = self._file.blank(self._first + piece)
@@ -109,7 +110,9 @@ class DiskTensor:
             except BaseException:  # Ctrl-C, say: the buffer goes back
                 self._file.release(buffer, [])
                 raise
-            self._file.store([(self._first + piece, buffer)], []).block()
+            stores.append(self._file.store([(self._first + piece, buffer)], []))
+        for fence in stores:
+            fence.block()
 
     def rewrite(self) -> None:
         """Take over what was written to ``mapped``; blocks."""
@@ -202,10 +205,15 @@ class DiskTensors:
         self._staged[buffer.data_ptr()] = buffer
         return buffer, fence
 
-    def store(self, values: Sequence[tuple[int, Tensor]], after: Sequence[Fence]) -> Fence:
+    def store(
+        self,
+        values: Sequence[tuple[int, Tensor]],
+        after: Sequence[Fence],
+        fence: Fence | None = None,
+    ) -> Fence:
         self._never_written.difference_update(record for record, _ in values)
         sources = [(record, self._staged.pop(value.data_ptr())) for record, value in values]
-        return self._lanes.store_all(sources, after)
+        return self._lanes.store_all(sources, after, fence)
 
     def release(self, values: Tensor, after: Sequence[Fence]) -> None:
         self._lanes.release(self._staged.pop(values.data_ptr()), after)
@@ -247,11 +255,17 @@ def fetch_together(tensors: Sequence[DiskTensor], piece: int) -> list[tuple[Tens
 
 
 def store_together(
-    sources: Sequence[tuple[DiskTensor, Tensor]], piece: int, after: Sequence[Fence]
+    sources: Sequence[tuple[DiskTensor, Tensor]],
+    piece: int,
+    after: Sequence[Fence],
+    fence: Fence | None = None,
 ) -> Fence:
-    """Write back what was fetched of one file's tensors, after the fences, as one piece of work."""
+    """Write back what was fetched of one file's tensors, after the fences, as one piece of work.
+
+    ``fence``: one that waits for it already.
+    """
     file = _file_of([tensor for tensor, _ in sources])
-    return file.store([(tensor._first + piece, values) for tensor, values in sources], after)
+    return file.store([(tensor._first + piece, values) for tensor, values in sources], after, fence)
 
 
 def _file_of(tensors: Sequence[DiskTensor]) -> DiskTensors:

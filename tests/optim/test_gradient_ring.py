@@ -75,7 +75,7 @@ def loss_of(model: Any) -> Tensor:
 
 
 def assert_all_come_back(ring: GradientRing, *, on_disk: bool = False) -> None:
-    num_buffers = gradient_sinks.num_ring_buffers(on_disk=on_disk)
+    num_buffers = gradient_sinks.num_ring_buffers(1, on_disk=on_disk)
     deadline = time.monotonic() + 5
     while ring.num_free < num_buffers and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -103,7 +103,7 @@ def test_a_backward_whose_updates_fail_ends(
 ) -> None:
     """Each of more chunks than there are buffers fails before its gradient is on the host."""
     monkeypatch.setattr(gradient_sinks, "RING_BUFFERS", 2)
-    monkeypatch.setattr(gradient_sinks, "DISK_RING_BUFFERS", 2)
+    monkeypatch.setattr(gradient_sinks, "DISK_RING_BUFFERS", (2, 2))
     options = {"weights": "disk", "state": "disk", "disk": str(tmp_path)} if disk else {}
     model, _, ring = passing(**options)
     backend, error = outcore.engine_of(model).backend, RuntimeError("the updater has ended")

@@ -41,7 +41,7 @@ units_of = st.lists(st.tuples(fields, st.booleans()), min_size=1, max_size=4).ma
 @given(units_of, st.integers(128, 4096))
 def test_chunks_tile_the_trainable_prefix(units: list[Unit], max_numel: int) -> None:
     trained = [unit for unit in units if unit.layout.trainable_numel]
-    chunks = chunks_of(trained, max_numel)
+    chunks = chunks_of(trained, max_numel, max_numel)
     assert [c.unit.index for c in chunks] == sorted(c.unit.index for c in chunks)
     assert len({c.key for c in chunks}) == len(chunks)
     for unit in trained:
@@ -78,7 +78,7 @@ def an_update(chunk: Chunk) -> ChunkUpdate:
 
 @pytest.fixture
 def chunks() -> list[Chunk]:
-    return chunks_of([make_unit(i, [(600, True)], True) for i in range(4)], 256)
+    return chunks_of([make_unit(i, [(600, True)], True) for i in range(4)], 256, 256)
 
 
 def drain(queue: UpdateQueue, **admits: object) -> list[tuple[int, int]]:
@@ -146,7 +146,7 @@ def test_what_nobody_took_is_returned_on_closing(chunks: list[Chunk]) -> None:
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 6))
 def test_each_update_is_taken_once(num_updaters: int) -> None:
-    chunks = chunks_of([make_unit(i, [(900, True)], True) for i in range(5)], 128)
+    chunks = chunks_of([make_unit(i, [(900, True)], True) for i in range(5)], 128, 128)
     queue = UpdateQueue()
     taken: list[tuple[int, int]] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from machines import H200
 from outcore.machine.machine import Machine
 from outcore.model_spec import BlockSpec, ModelSpec, model_spec
 from outcore.optim import gradient_sinks
+from outcore.planning import placement, update_lanes
 from outcore.planning.memory import PROCESS_BYTES
 from outcore.planning.placement import Placement
 from outcore.planning.plan import BlockPlan, Job, Plan
@@ -61,6 +63,8 @@ FILES = {
 # Before these, compiled blocks saved everything that their backward reads, and gradients passed
 # through as large a ring where updates go through the disk as elsewhere.
 LEAN = {"2026-11-16-h200-plans-lean.json", "2026-11-18-h200-plans.json"}
+# Before these, one lane read and one wrote, in pieces of 16 M elements.
+SEVERAL_LANES: set[str] = set()
 # Older probes saw the disk's first seconds: their rows go by the disk just before and just after.
 LASTING = {
     "2026-11-16-h200-plans-lasting.json",
@@ -155,8 +159,18 @@ def predicted(row: dict[str, Any]) -> Plan:
             seq_len=SEQ_LEN,
             clipping="waiting" if row["notes"]["clipping"] else "none",
         )
-    ring = gradient_sinks.DISK_RING_BUFFERS if row["file"] in LEAN else gradient_sinks.RING_BUFFERS
-    with patch.object(gradient_sinks, "DISK_RING_BUFFERS", ring):
+    with contextlib.ExitStack() as older:
+        if row["file"] not in SEVERAL_LANES:
+            num_ring = 8 if row["file"] in LEAN else gradient_sinks.RING_BUFFERS
+            for target, name, value in (
+                (gradient_sinks, "DISK_RING_BUFFERS", (num_ring, num_ring)),
+                (placement, "max_piece_elements", lambda _: 1 << 24),
+                (placement, "num_staging_buffers", lambda num_tensors: 4 * num_tensors),
+                (placement, "num_weight_buffers", lambda: 10),
+                (placement, "STAGING_PIECES", 4),
+                (update_lanes, "STAGING_PIECES", 4),
+            ):
+                older.enter_context(patch.object(target, name, value))
         return plan_of(spec, row["machine"], job, measured_placement(row, len(spec.blocks)))
 
 
