@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 from outcore.cli.machine import machine_facts
-from outcore.optim.disk_updater import NUM_AHEAD, num_staging_buffers
+from outcore.optim.disk_updater import NUM_AHEAD, NUM_STAGED
 from outcore.optim.state_format import state_format
 from outcore.store.ledger import Ledger
+from outcore.store.record_layout import page_aligned_bytes
 from outcore.store.scratch_directory import ScratchDirectory
 from outcore.stream.disk_tensors import DiskShape, DiskTensors, fetch_together, store_together
 from outcore.stream.lanes import Fence
@@ -44,7 +45,7 @@ class State:
         format = state_format(format_name, torch.bfloat16)
         kinds, piece = format.tensors, format.max_piece_elements
         chunk_bytes = format.num_bytes(piece)
-        self.num_chunks = max(NUM_AHEAD + 2, num_bytes // chunk_bytes)
+        self.num_chunks = max(NUM_STAGED, num_bytes // chunk_bytes)
         self.num_bytes = self.num_chunks * chunk_bytes
         self._file = DiskTensors(
             directory,
@@ -57,7 +58,8 @@ class State:
                 )
                 for kind in kinds
             ],
-            num_buffers=num_staging_buffers(len(kinds)),
+            num_buffers=NUM_STAGED,
+            buffer_bytes=sum(page_aligned_bytes(kind.num_bytes(piece)) for kind in kinds),
             disk_ledger=Ledger("disk", None),
             host_ledger=Ledger("host", None),
             pin=False,

@@ -24,14 +24,17 @@ class DiskTier:
         self._to_device = found_gpu_direct_storage(device, budget.path)
         self._files: list[DiskTensors] = []
 
-    def make(self, name: str, shapes: Sequence[DiskShape], num_buffers: int) -> DiskTensors:
-        """Make a scratch file with tensors of ``shapes``."""
+    def make(
+        self, name: str, shapes: Sequence[DiskShape], num_buffers: int, buffer_bytes: int
+    ) -> DiskTensors:
+        """Make a scratch file with tensors of ``shapes``; see DiskTensors."""
         self._files = [file for file in self._files if not file.is_closed]
         made = DiskTensors(
             self._directory.path,
             name,
             shapes,
             num_buffers=num_buffers,
+            buffer_bytes=buffer_bytes,
             disk_ledger=self.ledger,
             host_ledger=self._host_ledger,
             pin=self._pin,

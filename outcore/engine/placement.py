@@ -20,7 +20,7 @@ from outcore.engine.places import Place, places_in
 from outcore.errors import UnsupportedModel
 from outcore.kernels.packed_format import PackedFormat, check_range
 from outcore.optim.backend import MakeDisk
-from outcore.optim.disk_updater import num_weight_buffers
+from outcore.optim.disk_updater import NUM_STAGED_WEIGHTS
 from outcore.optim.state_format import StateTensor
 from outcore.store.host_arena import OUT_OF_HOST, HostArena, aligned_bytes, made_ahead
 from outcore.store.ledger import Ledger
@@ -173,7 +173,8 @@ def place_units(
             DiskShape(numel=u.span_numel, dtype=u.dtype, piece_numel=u.piece_numel(most))
             for u in on_disk
         ]
-        disk = make_disk("weights", shapes, num_weight_buffers())
+        buffer_bytes = max(shape.piece_bytes for shape in shapes)
+        disk = make_disk("weights", shapes, NUM_STAGED_WEIGHTS, buffer_bytes)
         for unit, tensor in zip(on_disk, disk.tensors, strict=True):
             unit.disk_weight, unit.host_weight = tensor, tensor.mapped
     replaced: Replaced = {}

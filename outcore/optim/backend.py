@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outcore.errors import OutcoreError
 from outcore.optim.device_state import DeviceRoom
-from outcore.optim.disk_updater import num_staging_buffers
+from outcore.optim.disk_updater import NUM_STAGED
 from outcore.optim.gradient_sinks import PassingSink, WaitingSink
 from outcore.optim.gradients import Gradients
 from outcore.optim.state import (
@@ -49,7 +49,7 @@ class OptimizerPlacement:
     gradients_wait: bool | None = None  # what a plan was made for; None: there is none
 
 
-MakeDisk = Callable[[str, Sequence[DiskShape], int], DiskTensors]
+MakeDisk = Callable[[str, Sequence[DiskShape], int, int], DiskTensors]
 """(name, shapes, number of staging buffers) → the tensors of a new scratch file."""
 
 
@@ -165,10 +165,13 @@ class OptimizerBackend:
         built = build_on_device(on_device, format, device=self._device, ledger=self._device_ledger)
         if on_disk:
             assert self._make_disk is not None
-            shapes = disk_shapes(on_disk, format, format.max_piece_elements)
-            # A resident weight has its master on disk too, and three of them may come in a row.
-            num_tensors = len(format.tensors) + any(u.host_weight is None for u in on_disk)
-            self._disk = self._make_disk("state", shapes, num_staging_buffers(num_tensors))
+            of_units = [disk_shapes(unit, format) for unit in on_disk]
+            self._disk = self._make_disk(
+                "state",
+                [shape for shapes in of_units for shape in shapes],
+                NUM_STAGED,
+                max(sum(shape.piece_bytes for shape in shapes) for shapes in of_units),
+            )
             built.update(build_on_disk(on_disk, format, self._disk))
         # After the others, which have taken what came to the host on its way to them.
         built.update(build_on_host(on_host, format, ledger=self._host_ledger, pin=self._pin))

@@ -28,14 +28,9 @@ Fetched = tuple[DiskTensor, Tensor, Fence]
 """A tensor, its piece in staging, and the fence behind which that holds it."""
 
 
-def num_staging_buffers(num_tensors: int) -> int:
-    """Return the buffers of a file with ``num_tensors`` a chunk: read ahead, updated, written."""
-    return num_tensors * (NUM_AHEAD + 1 + NUM_LANES)
-
-
-def num_weight_buffers() -> int:
-    """Return the buffers of the weights' file: for updates, and for copies to the device."""
-    return num_staging_buffers(1) + 2 * disk_tensors.NUM_AHEAD
+NUM_STAGED = NUM_AHEAD + 1 + NUM_LANES  # chunks that are read ahead, updated and written
+# Of the weights' file: for updates, and for copies to the device.
+NUM_STAGED_WEIGHTS = NUM_STAGED + 2 * disk_tensors.NUM_AHEAD
 
 
 @dataclass(kw_only=True, eq=False)

@@ -136,19 +136,16 @@ def build_on_device(
     return states
 
 
-def disk_shapes(units: Sequence[Unit], format: StateFormat, max_numel: int) -> list[DiskShape]:
-    """Return the tensors that ``build_on_disk`` needs, unit by unit in the order of tensors()."""
-    shapes = []
-    for unit in units:
-        numel, piece_numel = unit.layout.trainable_numel, unit.piece_numel(max_numel)
-        if unit.host_weight is None:  # the master of a resident weight
-            shapes.append(DiskShape(numel=numel, dtype=unit.dtype, piece_numel=piece_numel))
-        shapes += [
-            DiskShape(
-                numel=kind.numel(numel), dtype=kind.dtype, piece_numel=kind.numel(piece_numel)
-            )
-            for kind in format.tensors
-        ]
+def disk_shapes(unit: Unit, format: StateFormat) -> list[DiskShape]:
+    """Return the tensors of a unit that ``build_on_disk`` needs, in the order of tensors()."""
+    numel = unit.layout.trainable_numel
+    piece_numel = unit.piece_numel(format.max_piece_elements)
+    shapes = [
+        DiskShape(numel=kind.numel(numel), dtype=kind.dtype, piece_numel=kind.numel(piece_numel))
+        for kind in format.tensors
+    ]
+    if unit.host_weight is None:  # the master of a resident weight
+        shapes.insert(0, DiskShape(numel=numel, dtype=unit.dtype, piece_numel=piece_numel))
     return shapes
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from outcore.kernels import BLOCK, AdamWScalars, adamw_, adamw_compact_
 
 FORMAT_NAMES = ("fp32", "compact", "minimal")
-# Elements that go to a disk and come from it as one: each moment is one request of 8 MiB.
-_PIECE_ELEMENTS = {"fp32": 1 << 21, "compact": 1 << 23, "minimal": 1 << 23}
+# Elements that go to a disk and come from it as one: each moment is two requests of 8 MiB. Smaller
+# ones are more work for the interpreter, whose lock others hold too.
+_PIECE_ELEMENTS = {"fp32": 1 << 22, "compact": 1 << 24, "minimal": 1 << 24}
 
 
 @dataclass(frozen=True, kw_only=True)

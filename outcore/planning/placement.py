@@ -13,14 +13,13 @@ from functools import cached_property
 from outcore.model_spec import ModelSpec
 from outcore.optim.backend import MAX_CHUNK_ELEMENTS
 from outcore.optim.device_state import NUM_HELPING
-from outcore.optim.disk_updater import num_staging_buffers, num_weight_buffers
+from outcore.optim.disk_updater import NUM_STAGED, NUM_STAGED_WEIGHTS
 from outcore.optim.state_format import max_piece_elements
 from outcore.planning.plan import BlockPlan, Job, Tier
 from outcore.planning.state_bytes import StateBytes
+from outcore.store.record_layout import page_aligned_bytes
 from outcore.store.spans import ALIGN_ELEMENTS
 from outcore.stream.disk_tensors import piece_numel
-
-STAGING_PIECES = num_staging_buffers(1)  # of disk state: coming, waiting, updated, going
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +108,7 @@ class Units:
     @property
     def staged_numel(self) -> int:
         """Elements of state that are on their way through the disk at a time."""
-        return STAGING_PIECES * self.largest_piece
+        return NUM_STAGED * self.largest_piece
 
     def chunk_of(self, unit: UnitSize) -> int:
         """Return the elements of the largest chunk of units of this kind."""
@@ -120,9 +119,7 @@ class Units:
 
         ``with_masters``: some of it has the master of a resident weight beside it.
         """
-        buffers = num_staging_buffers(sizes.num_tensors + with_masters)
-        itemsize = max(sizes.largest_itemsize, sizes.weight if with_masters else 0)
-        return buffers * self.largest_piece * itemsize
+        return NUM_STAGED * sizes.state_on_disk(self.largest_piece, with_master=with_masters)
 
     def weight_staging_bytes(self, sizes: StateBytes) -> int:
         """Return the same for weights, whose span may be longer than what is trained of it."""
@@ -131,7 +128,7 @@ class Units:
             min(unit.numel, piece_numel(unit.trainable_numel or unit.numel, self._max_piece))
             for unit in blocks
         ]
-        return num_weight_buffers() * max(pieces, default=0) * sizes.weight
+        return NUM_STAGED_WEIGHTS * page_aligned_bytes(max(pieces, default=0) * sizes.weight)
 
     def first_chunk(self, unit: int) -> int:
         return next(iter(_cut(self.units[unit].deliveries, self._limit())), 0)

@@ -20,32 +20,27 @@ class StateBytes:
     weight: int
     gradient: int
     tensors: tuple[float, ...]  # of the state: moments and remainder, without the weight
-    largest_itemsize: int  # of these
 
     @classmethod
     def of(cls, job: Job) -> StateBytes:
         """Moments and what the weight's type rounded away of the fp32 master."""
         weight = BYTES_OF[job.dtype]
         if job.state_format == "fp32":
-            tensors, largest = [4.0, 4.0], 4
+            tensors = [4.0, 4.0]
             if job.dtype == "bf16":
                 tensors.append(2.0)
         else:
-            tensors, largest = [1.0, 1.0, _SCALE_BYTES, _SCALE_BYTES], 1
+            tensors = [1.0, 1.0, _SCALE_BYTES, _SCALE_BYTES]
             if job.state_format == "compact":
                 tensors.append(1.0)
-        return cls(weight=weight, gradient=weight, tensors=tuple(tensors), largest_itemsize=largest)
+        return cls(weight=weight, gradient=weight, tensors=tuple(tensors))
 
     @property
     def state(self) -> float:
         return sum(self.tensors)
 
-    @property
-    def num_tensors(self) -> int:
-        return len(self.tensors)
-
     def state_on_disk(self, numel: int, *, with_master: bool) -> int:
-        """Return what a unit's state takes there: each of its tensors in whole pages.
+        """Return what state takes there: each of its tensors in whole pages.
 
         ``with_master``: of a resident weight, beside it.
         """

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from outcore.optim.gradient_sinks import num_ring_buffers
 from outcore.planning.cost import Costs
 from outcore.planning.lanes import DISK_READ, DISK_WRITE, HOST, TO_DEVICE, TO_HOST, LaneClock
-from outcore.planning.placement import STAGING_PIECES, Placement, Units
+from outcore.planning.placement import Placement, Units
 
 MAX_DISK_PIECES = 6  # of one unit on its way through the disk
+MAX_STAGED = 16  # pieces that are remembered: more than can be on their way
 
 
 @dataclass(kw_only=True)
@@ -212,7 +213,7 @@ class UpdateLanes:
                 f"state {unit}",
             )
             self._staged.append((numel, written))
-            del self._staged[:-STAGING_PIECES]
+            del self._staged[:-MAX_STAGED]
             self.awaited[unit] = max(DISK_READ, DISK_WRITE, key=lambda lane: clock.free[lane])
             if self.weights[unit] == "disk":
                 end = written

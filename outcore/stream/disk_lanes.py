@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Container, Sequence
 
 from torch import Tensor
 
@@ -30,7 +30,7 @@ from outcore.store.scratch_file import Arrived, ScratchFile
 from outcore.stream.lanes import Fence, Lane
 from outcore.stream.staging import StagingPool
 
-NUM_LANES = 4  # that read, and as many that write
+NUM_LANES = 6  # that read, and as many that write
 
 
 class DiskLanes:
@@ -60,26 +60,33 @@ class DiskLanes:
         (buffer,), fence = self.fetch_all([record])
         return buffer, fence
 
-    def fetch_all(self, records: Sequence[int]) -> tuple[list[Tensor], Fence]:
-        """Start to read ``records``; return a buffer for each, and one fence for all."""
+    def fetch_all(
+        self, records: Sequence[int], zeros: Container[int] = ()
+    ) -> tuple[list[Tensor], Fence]:
+        """Start to read ``records``; return a buffer for each, and one fence for all.
+
+        ``zeros``: those that were never stored, and are not read.
+        """
         with self._lock:
             after = [self._stored[record] for record in records if record in self._stored]
-            buffers, fence = self._fill(
-                records,
-                lambda lent: self._file.read_all(
-                    list(zip(records, lent, strict=True)), num_threads=1
-                ),
-                after,
-            )
+            buffers, free_after = self._lend(records)
+            pairs = list(zip(records, buffers, strict=True))
+
+            def fill() -> None:
+                for record, buffer in pairs:
+                    if record in zeros:
+                        buffer.zero_()
+                stored = [pair for pair in pairs if pair[0] not in zeros]
+                if stored:
+                    self._file.read_all(stored, num_threads=1)
+
+            lane = _lane_of(self.reads, records[0])
+            fence = lane.submit(fill, after=[*free_after, *after])
+            # Their next users wait for that.
+            self._arrivals.update((buffer.data_ptr(), fence) for buffer in buffers)
             for record in records:
                 self._note_fetch(record, fence)
         return buffers, fence
-
-    def zeros(self, record: int) -> tuple[Tensor, Fence]:
-        """Return a buffer for a record that was never stored, as ``fetch`` does, with zeros."""
-        with self._lock:
-            (buffer,), fence = self._fill([record], _zero, [])
-        return buffer, fence
 
     def fetch_to_device(self, record: int, target: Tensor) -> tuple[Fence, list[Arrived]]:
         """Start to read ``record`` into device memory that nothing uses.
@@ -101,11 +108,9 @@ class DiskLanes:
         What the buffer holds is not defined.
         """
         with self._lock:
-            buffer, free_after = self._staging.lend(self._num_bytes(record))
-        if free_after is None:
-            free_after = Fence()
-            free_after.mark_issued()
-        return buffer, free_after
+            (buffer,), free_after = self._lend([record])
+            # That of a store is passed when its buffer is free, whatever became of the store.
+            return buffer, _lane_of(self.writes, record).submit(lambda: wait_over(free_after))
 
     def store(self, record: int, buffer: Tensor, after: Sequence[Fence]) -> Fence:
         """Write ``buffer`` to ``record`` behind ``after``, and then take the buffer back.
@@ -161,19 +166,8 @@ class DiskLanes:
         for lane in (*self.writes, *self.reads):
             lane.close()
 
-    def _fill(
-        self,
-        records: Sequence[int],
-        fill: Callable[[list[Tensor]], None],
-        after: Sequence[Fence],
-    ) -> tuple[list[Tensor], Fence]:
-        """Lend buffers and fill them on the lane of reads; their next users wait for that."""
-        lent = self._staging.lend_all([self._num_bytes(record) for record in records])
-        buffers = [buffer for buffer, _ in lent]
-        before = [*(free_after for _, free_after in lent if free_after is not None), *after]
-        fence = _lane_of(self.reads, records[0]).submit(lambda: fill(buffers), after=before)
-        self._arrivals.update((buffer.data_ptr(), fence) for buffer in buffers)
-        return buffers, fence
+    def _lend(self, records: Sequence[int]) -> tuple[list[Tensor], list[Fence]]:
+        return self._staging.lend([self._num_bytes(record) for record in records])
 
     def _users(self, buffers: Sequence[Tensor], after: Sequence[Fence]) -> list[Fence]:
         """Return the fences of all who may touch the buffers: reads, and the caller's work."""
@@ -208,8 +202,3 @@ def wait_over(fences: Sequence[Fence]) -> None:
     for fence in fences:
         with contextlib.suppress(LaneError):
             fence.block()
-
-
-def _zero(buffers: Sequence[Tensor]) -> None:
-    for buffer in buffers:
-        buffer.zero_()

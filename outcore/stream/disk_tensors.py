@@ -20,6 +20,7 @@ from torch import Tensor
 from outcore.kernels.checksum import PAGE_BYTES
 from outcore.kernels.checksum_torch import checksum_on_device
 from outcore.store.ledger import Ledger
+from outcore.store.record_layout import page_aligned_bytes
 from outcore.store.scratch_file import Arrived, ScratchFile, ScratchOptions
 from outcore.stream.disk_lanes import NUM_LANES, DiskLanes, wait_over
 from outcore.stream.lanes import Fence
@@ -46,6 +47,11 @@ class DiskShape:
     @property
     def num_pieces(self) -> int:
         return -(-self.numel // self.piece_numel)
+
+    @property
+    def piece_bytes(self) -> int:
+        """What a piece takes in staging, at most."""
+        return page_aligned_bytes(min(self.numel, self.piece_numel) * self.dtype.itemsize)
 
     def bounds(self, piece: int) -> tuple[int, int]:
         start = piece * self.piece_numel
@@ -138,12 +144,17 @@ class DiskTensors:
         shapes: Sequence[DiskShape],
         *,
         num_buffers: int,
+        buffer_bytes: int | None = None,
         disk_ledger: Ledger,
         host_ledger: Ledger,
         pin: bool,
         to_device: bool = False,
     ) -> None:
-        """``to_device``: whether the disk reads straight into device memory where it can."""
+        """Make a file of zeros.
+
+        ``buffer_bytes``: of the pieces that travel together, at most; None if each travels alone.
+        ``to_device``: whether the disk reads straight into device memory where it can.
+        """
         for shape in shapes:
             piece_bytes = shape.piece_numel * shape.dtype.itemsize
             assert shape.num_pieces == 1 or piece_bytes % PAGE_BYTES == 0, shape
@@ -161,7 +172,9 @@ class DiskTensors:
         )
         layout = self._scratch.layout
         try:
-            staging = StagingPool(num_buffers, layout.largest_bytes, ledger=host_ledger, pin=pin)
+            staging = StagingPool(
+                num_buffers, buffer_bytes or layout.largest_bytes, ledger=host_ledger, pin=pin
+            )
             bytes_ = torch.frombuffer(self._scratch.map(), dtype=torch.uint8)
         except BaseException:
             self._scratch.close()
@@ -180,13 +193,10 @@ class DiskTensors:
 
     def fetch(self, records: Sequence[int]) -> list[tuple[Tensor, Fence]]:
         # The file system gives zeros for what it allocated.
-        lent = {i: self._lanes.zeros(i) for i in records if i in self._never_written}
-        written = [i for i in records if i not in lent]
-        if written:
-            buffers, fence = self._lanes.fetch_all(written)
-            lent.update((i, (buffer, fence)) for i, buffer in zip(written, buffers, strict=True))
-        self._staged.update((buffer.data_ptr(), buffer) for buffer, _ in lent.values())
-        return [lent[i] for i in records]
+        zeros = self._never_written.intersection(records)
+        buffers, fence = self._lanes.fetch_all(records, zeros)
+        self._staged.update((buffer.data_ptr(), buffer) for buffer in buffers)
+        return [(buffer, fence) for buffer in buffers]
 
     @property
     def reads_to_device(self) -> bool:

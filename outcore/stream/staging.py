@@ -1,7 +1,8 @@
-"""Staging buffers: page-aligned host memory between the disk and whoever works on a record.
+"""Staging: page-aligned host memory between the disk and whoever works on records.
 
-A fixed number of equal buffers, so that a plan can state their bytes. Knows who has a buffer and
-when it will be free again; moves nothing itself.
+A fixed number of equal buffers, so that a plan can state their bytes. Records that travel together
+lie in one buffer, each in whole pages, so that small ones take no more than they are. Knows who has
+a buffer and when it will be free again; moves nothing itself.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,14 +27,24 @@ def staging_bytes(num_buffers: int, largest_bytes: int) -> int:
     return num_buffers * page_aligned_bytes(largest_bytes)
 
 
-class StagingPool:
-    """``num_buffers`` buffers of the largest record, handed out in the order of their return.
+@dataclass(kw_only=True, eq=False)
+class _Buffer:
+    """Memory for records that travel together, some of which may be lent."""
 
-    A buffer is lent from ``lend`` to ``take_back``. ``take_back`` may come early, with the fence
-    that says when the buffer is really free: whoever gets it next waits for that.
+    memory: Tensor
+    num_lent: int = 0
+    free_after: list[Fence] = field(default_factory=list)  # of those that came back
+
+
+class StagingPool:
+    """``num_buffers`` buffers, handed out in the order of their return.
+
+    Parts are lent from ``lend`` to ``take_back``. ``take_back`` may come early, with the
+    fence that says when the part is really free: whoever gets the buffer next waits for that.
     """
 
     def __init__(self, num_buffers: int, largest_bytes: int, *, ledger: Ledger, pin: bool) -> None:
+        """``largest_bytes``: the most of records that travel together."""
         if num_buffers < 1:
             raise ValueError(f"staging needs at least 1 buffer, not {num_buffers}")
         self.num_buffers = num_buffers
@@ -40,42 +52,49 @@ class StagingPool:
         self.num_bytes = staging_bytes(num_buffers, largest_bytes)
         arena = HostArena(self.num_bytes, purpose="disk staging", ledger=ledger, pin=pin)
         # A map starts on a page, and each buffer is whole pages.
-        buffers = [arena.span(self.buffer_bytes, torch.uint8) for _ in range(num_buffers)]
-        self._free: deque[tuple[Tensor, Fence | None]] = deque((b, None) for b in buffers)
-        self._lent: dict[int, Tensor] = {}
+        memory = [arena.span(self.buffer_bytes, torch.uint8) for _ in range(num_buffers)]
+        self._free = deque(_Buffer(memory=each) for each in memory)
+        self._lent: dict[int, _Buffer] = {}  # whose part begins at an address
         self._lock = threading.Lock()
 
-    def lend(self, num_bytes: int) -> tuple[Tensor, Fence | None]:
-        """Return the first ``num_bytes`` of a buffer, and what to wait for before touching it.
+    def lend(self, sizes_bytes: Sequence[int]) -> tuple[list[Tensor], list[Fence]]:
+        """Return parts of these sizes of one buffer, and what to wait for before touching them.
 
         Raises LaneError when every buffer is lent: whoever could give one back may be the very
         thread that asks, so waiting here might never end.
         """
-        return self.lend_all([num_bytes])[0]
-
-    def lend_all(self, sizes_bytes: Sequence[int]) -> list[tuple[Tensor, Fence | None]]:
-        """``lend`` for several buffers: all of them, or a LaneError."""
-        assert max(sizes_bytes) <= self.buffer_bytes, f"{sizes_bytes} in {self.buffer_bytes}"
         with self._lock:
-            if len(self._free) < len(sizes_bytes):
+            if not self._free:
                 raise LaneError(
                     f"all {self.num_buffers} staging buffers are in use: store or release one "
                     "before fetching the next, or plan for more"
                 )
-            lent = [self._free.popleft() for _ in sizes_bytes]
-            self._lent.update((buffer.data_ptr(), buffer) for buffer, _ in lent)
-        return [
-            (buffer[:num_bytes], free_after)
-            for (buffer, free_after), num_bytes in zip(lent, sizes_bytes, strict=True)
-        ]
+            buffer = self._free.popleft()
+            parts, start = [], 0
+            for num_bytes in sizes_bytes:
+                parts.append(buffer.memory[start : start + num_bytes])
+                start += page_aligned_bytes(num_bytes)
+            assert start <= self.buffer_bytes, f"{sizes_bytes} in {self.buffer_bytes}"
+            self._lent.update((part.data_ptr(), buffer) for part in parts)
+            buffer.num_lent = len(parts)
+            free_after, buffer.free_after = buffer.free_after, []
+        return parts, free_after
 
-    def check_lent(self, buffer: Tensor) -> None:
+    def check_lent(self, part: Tensor) -> None:
         with self._lock:
-            if buffer.data_ptr() not in self._lent:
+            if part.data_ptr() not in self._lent:
                 raise ValueError("this is no staging buffer, or it was given back already")
 
-    def take_back(self, buffer: Tensor, free_after: Fence) -> None:
-        """Take a lent buffer back, to be lent again at once; ``free_after`` must carry no error."""
-        self.check_lent(buffer)
+    def take_back(self, part: Tensor, free_after: Fence) -> None:
+        """Take a lent part back; ``free_after`` must carry no error.
+
+        The buffer is lent again as soon as all of it is back.
+        """
+        self.check_lent(part)
         with self._lock:
-            self._free.append((self._lent.pop(buffer.data_ptr()), free_after))
+            buffer = self._lent.pop(part.data_ptr())
+            if free_after not in buffer.free_after:
+                buffer.free_after.append(free_after)
+            buffer.num_lent -= 1
+            if buffer.num_lent == 0:
+                self._free.append(buffer)

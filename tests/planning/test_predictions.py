@@ -15,12 +15,13 @@ from machines import H200
 from outcore.machine.machine import Machine
 from outcore.model_spec import BlockSpec, ModelSpec, model_spec
 from outcore.optim import gradient_sinks
-from outcore.planning import placement, update_lanes
+from outcore.planning import placement
 from outcore.planning.memory import PROCESS_BYTES
 from outcore.planning.placement import Placement
 from outcore.planning.plan import BlockPlan, Job, Plan
 from outcore.planning.plan_json import plan_from_dict
 from outcore.planning.search import plan_of
+from outcore.planning.state_bytes import StateBytes
 from outcore.shapes import shape_config
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -148,6 +149,12 @@ def measured_placement(row: dict[str, Any], num_blocks: int) -> Placement:
     )
 
 
+def _in_equal_buffers(units: Any, sizes: StateBytes, *, with_masters: bool) -> int:
+    """Staging as it was: each tensor of a chunk in a buffer of the largest one's size."""
+    itemsize = max(4 if 4.0 in sizes.tensors else 1, sizes.weight if with_masters else 0)
+    return 4 * (len(sizes.tensors) + with_masters) * int(units.largest_piece) * itemsize
+
+
 def predicted(row: dict[str, Any]) -> Plan:
     spec = spec_of(row)
     if "plan" in row["notes"]:
@@ -165,10 +172,9 @@ def predicted(row: dict[str, Any]) -> Plan:
             for target, name, value in (
                 (gradient_sinks, "DISK_RING_BUFFERS", (num_ring, num_ring)),
                 (placement, "max_piece_elements", lambda _: 1 << 24),
-                (placement, "num_staging_buffers", lambda num_tensors: 4 * num_tensors),
-                (placement, "num_weight_buffers", lambda: 10),
-                (placement, "STAGING_PIECES", 4),
-                (update_lanes, "STAGING_PIECES", 4),
+                (placement, "NUM_STAGED", 4),
+                (placement, "NUM_STAGED_WEIGHTS", 10),
+                (placement.Units, "state_staging_bytes", _in_equal_buffers),
             ):
                 older.enter_context(patch.object(target, name, value))
         return plan_of(spec, row["machine"], job, measured_placement(row, len(spec.blocks)))

@@ -86,11 +86,36 @@ def test_a_pool_states_its_bytes() -> None:
     ledger = Ledger("host", None)
     pool = StagingPool(3, 5000, ledger=ledger, pin=False)
     assert ledger.taken_bytes == pool.num_bytes == staging_bytes(3, 5000) == 3 * 8192
-    buffers = [pool.lend(5000)[0] for _ in range(3)]
+    buffers = [pool.lend([5000])[0][0] for _ in range(3)]
     assert all(buffer.data_ptr() % PAGE_BYTES == 0 for buffer in buffers)
     assert len({buffer.data_ptr() for buffer in buffers}) == 3
     with pytest.raises(ValueError, match="at least 1"):
         StagingPool(0, 5000, ledger=ledger, pin=False)
+
+
+def test_records_that_travel_together_share_a_buffer() -> None:
+    """Each in whole pages; it is lent again when all of it is back, after all that used it."""
+    pool = StagingPool(1, 3 * PAGE_BYTES, ledger=Ledger("host", None), pin=False)
+    (first, second), waits = pool.lend([100, PAGE_BYTES + 1])
+    assert (first.numel(), second.numel(), waits) == (100, PAGE_BYTES + 1, [])
+    assert second.data_ptr() == first.data_ptr() + PAGE_BYTES
+    done = Fence(), Fence()
+    pool.take_back(second, done[0])
+    with pytest.raises(LaneError, match="all 1 staging buffers are in use"):
+        pool.lend([100])
+    pool.take_back(first, done[1])
+    (again,), waits = pool.lend([3 * PAGE_BYTES])
+    assert (again.data_ptr(), waits) == (first.data_ptr(), [*done])
+
+
+def test_what_was_never_stored_comes_with_what_was(disk: Disk) -> None:
+    disk.fill(1, 7).block()
+    (stored, zeros), here = disk.lanes.fetch_all([1, 3], zeros={3})
+    here.block()
+    assert words(stored).unique().tolist() == [7]
+    assert words(zeros).unique().tolist() == [0]
+    for buffer in (stored, zeros):
+        disk.lanes.release(buffer, after=[])
 
 
 @pytest.mark.parametrize("num_buffers", [1, 2, 3])
