@@ -140,14 +140,11 @@ def _first_of_adapters(layer: nn.Module) -> Iterator[Any]:
 
 
 def _magnitude_elements(layer: nn.Module) -> list[float]:
-    """Return what DoRA scales in an adapted layer: the base's product and the adapter's.
-
-    Without a dropout the first may be saved anyway, and is counted twice.
-    """
+    """Return what DoRA scales in an adapted layer, beside what goes on: it saves both factors."""
     magnitudes = getattr(layer, "lora_magnitude_vector", None)
     if not isinstance(magnitudes, nn.ModuleDict):
         return []
-    return [2.0 * p.numel() for p in magnitudes.parameters()]
+    return [float(p.numel()) for p in magnitudes.parameters()]
 
 
 def _is_attention(module: nn.Module) -> bool:

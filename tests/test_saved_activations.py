@@ -135,8 +135,7 @@ def test_compiled_blocks_save_more_than_their_products_give(name: str) -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.05])
-def test_dora_saves_both_products(dropout: float) -> None:
-    """The base's and the adapter's, each of which its magnitudes scale."""
+def test_dora_saves_what_its_magnitudes_scale(dropout: float) -> None:
     peft = pytest.importorskip("peft")
     adapters = peft.LoraConfig(
         r=4, target_modules="all-linear", lora_dropout=dropout, use_dora=True
@@ -150,7 +149,7 @@ def test_dora_saves_both_products(dropout: float) -> None:
     saved = outcore.engine_of(model).policy.largest_bytes()
     outcore.release(model)
     predicted = block.kept_bytes_per_token("fp32", is_compiled=False) * ids.numel()
-    assert predicted == pytest.approx(saved, rel=0.04)
+    assert saved <= predicted <= 1.09 * saved
 
 
 def most_bytes(work: Any) -> int:

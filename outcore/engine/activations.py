@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -108,16 +109,22 @@ class SavedBytes:
 
     def __init__(self, ignored: Sequence[Tensor]) -> None:
         self._ignored = {t.untyped_storage().data_ptr() for t in ignored}
-        self._seen: dict[int, int] = {}
+        self._seen: list[weakref.ref[Tensor]] = []
 
     @property
     def num_bytes(self) -> int:
-        return sum(self._seen.values())
+        """Of what is still saved: not of a graph that led nowhere, as that of a detached norm.
 
-    def see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._ignored:
-            self._seen[storage.data_ptr()] = storage.nbytes()
+        Its memory may have become another tensor's.
+        """
+        saved = [tensor for reference in self._seen if (tensor := reference()) is not None]
+        storages = [tensor.untyped_storage() for tensor in saved]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        return sum(size for start, size in sizes.items() if start not in self._ignored)
+
+    def see(self, saved: Tensor) -> None:
+        """Note what autograd holds on to."""
+        self._seen.append(weakref.ref(saved))
 
 
 @contextlib.contextmanager
@@ -139,12 +146,13 @@ def saving(
     start = slot.storage_offset()
 
     def pack(tensor: Tensor) -> Any:
-        if count is not None:
-            count.see(tensor)
         if rebind and tensor.untyped_storage().data_ptr() == base:
             return tensor.storage_offset() - start, tensor.shape, tensor.stride()
         # Detached: an operation that saves its own output would otherwise hold itself for ever.
-        return tensor.detach()
+        saved = tensor.detach()
+        if count is not None:
+            count.see(saved)
+        return saved
 
     def unpack(saved: Any) -> Tensor:
         now = slot_now()

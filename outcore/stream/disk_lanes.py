@@ -163,7 +163,10 @@ class DiskLanes:
 
     def close(self) -> None:
         """Drop queued work, finish what is in hand and end the lanes; the file stays open."""
-        for lane in (*self.writes, *self.reads):
+        lanes = (*self.writes, *self.reads)
+        for lane in lanes:  # all of them, before the first is waited for
+            lane.stop()
+        for lane in lanes:
             lane.close()
 
     def _lend(self, records: Sequence[int]) -> tuple[list[Tensor], list[Fence]]:

@@ -133,11 +133,15 @@ class Lane:
             self._queue.put((work, tuple(after), fence, label or self.name))
         return fence
 
-    def close(self) -> None:
-        """Drop queued work, finish the piece in hand, and end the thread."""
+    def stop(self) -> None:
+        """Drop queued work; the thread ends after the piece in hand."""
         with self._lock:
             self._closing = True
             self._queue.put(None)
+
+    def close(self) -> None:
+        """Drop queued work, finish the piece in hand, and end the thread."""
+        self.stop()
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2)
         if self.stream is not None:
