@@ -8,14 +8,15 @@
 #   benchmarks/bars.sh tiers FOLDER DISK     72B in three tiers; outcore train beside the engine
 #   benchmarks/bars.sh command FOLDER DISK   loading; LoRA on 72B; steps while a checkpoint is written
 #
-# The parts after the first take what its probe has measured.
+# The parts after the first take what its probe has measured. Outcore is that of this checkout, whose
+# kernels must be built (pip install -e .).
 # Raw figures go to FOLDER, scratch files and checkpoints to DISK (64 GB). It goes on where something
 # fails; the last lines say what took how long, and the exit status how many failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 part=${1:?which part} folder=${2:?where raw figures go} disk=${3:?where scratch files go}
-export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=passive
+export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=passive PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$folder" "$disk"
 times=()
 num_failed=0
