@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outcore.machine.machine import Machine
 from outcore.model_spec import BlockSpec, ModelSpec
 from outcore.optim.gradient_sinks import num_ring_buffers
@@ -30,6 +33,7 @@ WORKSPACE_BYTES = 100_000_000  # of the matrix products' own, on a GPU
 _OFFLOADED_INPUTS = 3  # on the device at a time: going, in use, coming
 
 TierBytes = dict[str, dict[str, int]]
+_Sizes = NDArray[np.float64]  # bytes, block by block
 _Add = Callable[[str, str, float], None]
 
 
@@ -231,7 +235,7 @@ class MemoryModel:
         # The hidden states after the last block and their gradient are there throughout.
         always = 2 * self._stream_bytes + self._mask_bytes()
         if self._is_gpu:
-            in_blocks = max(self._graph_bytes[i] + n for i, n in enumerate(self._beside_bytes))
+            in_blocks = float((self._graph_bytes + self._beside_bytes).max())
             most = max(in_blocks, self._loss_bytes()) + always
             return int(max(most, self._at_widest(keeps, offloads)) + WORKSPACE_BYTES)
         in_blocks = self._in_turn(keeps, self._graph_bytes, self._beside_bytes)
@@ -248,57 +252,60 @@ class MemoryModel:
         in_blocks = self._in_turn(keeps, self._saved_bytes, self._derivative_bytes)
         return in_blocks + num_streams * self._stream_bytes + self._mask_bytes() - gone
 
-    def _in_turn(
-        self, keeps: Sequence[bool], graphs: Sequence[float], besides: Sequence[float]
-    ) -> float:
+    def _in_turn(self, keeps: Sequence[bool], graphs: _Sizes, besides: _Sizes) -> float:
         """Return the most beside what is kept, where each block's graph goes as it is used.
 
         A block that keeps has its graph already, and those after it have left by then.
         """
-        gone, most = 0.0, 0.0
-        for i in reversed(range(len(keeps))):
-            most = max(most, besides[i] + (0.0 if keeps[i] else graphs[i]) - gone)
-            gone += self.kept_bytes(i) if keeps[i] else 0
-        return most
+        kept = np.where(keeps, self._kept_beyond_inputs, 0.0)
+        gone = kept[::-1].cumsum()[::-1] - kept  # with the blocks after each
+        return max(0.0, float((besides + np.where(keeps, 0.0, graphs) - gone).max()))
 
     @cached_property
-    def _saved_bytes(self) -> list[float]:
+    def _kept_beyond_inputs(self) -> _Sizes:
+        return np.array([self.kept_bytes(i) for i in range(len(self._kept))], dtype=np.float64)
+
+    @cached_property
+    def _saved_bytes(self) -> _Sizes:
         """What the forward of one micro-batch saves, block by block."""
-        return [
-            self._rows_at_once * self._kept_per_token(block) + self._adapted_bytes(block)
-            for block in self._spec.blocks
-        ]
+        rows = self._rows_at_once
+        return np.array(
+            [rows * self._kept_per_token(b) + self._adapted_bytes(b) for b in self._spec.blocks]
+        )
 
     @cached_property
-    def _derivative_bytes(self) -> list[float]:
+    def _derivative_bytes(self) -> _Sizes:
         """What is there beside that at the widest layer, block by block."""
         dtype, little = self._job.dtype, self._saves_little
-        return [
-            self._rows_at_once * block.derivative_bytes_per_token(dtype, saves_little=little)
+        each = [
+            block.derivative_bytes_per_token(dtype, saves_little=little)
             for block in self._spec.blocks
         ]
+        return self._rows_at_once * np.array(each)
 
     @cached_property
-    def _graph_bytes(self) -> list[float]:
+    def _graph_bytes(self) -> _Sizes:
         """What the backward of one micro-batch reads, block by block."""
-        return [
-            self._rows_at_once * self._graph_per_token(block) + self._adapted_bytes(block)
-            for block in self._spec.blocks
-        ]
+        rows = self._rows_at_once
+        return np.array(
+            [rows * self._graph_per_token(b) + self._adapted_bytes(b) for b in self._spec.blocks]
+        )
 
     def _adapted_bytes(self, block: BlockSpec) -> int:
         """Experts' matrices with their adapters added, which each micro-batch makes and saves."""
         return sum(block.adapted_stacks) * self._bytes.weight
 
     @cached_property
-    def _beside_bytes(self) -> list[float]:
+    def _beside_bytes(self) -> _Sizes:
         """What is there beside that while it is differentiated, block by block."""
-        return [
-            self._rows_at_once * self._beside_per_token(block)
-            + block.trainable_parameters * self._bytes.gradient
-            + max(block.adapted_stacks, default=0) * self._bytes.weight  # the sum's gradient
-            for block in self._spec.blocks
-        ]
+        return np.array(
+            [
+                self._rows_at_once * self._beside_per_token(block)
+                + block.trainable_parameters * self._bytes.gradient
+                + max(block.adapted_stacks, default=0) * self._bytes.weight  # the sum's gradient
+                for block in self._spec.blocks
+            ]
+        )
 
     def _beside_per_token(self, block: BlockSpec) -> float:
         job, is_compiled = self._job, self._is_gpu
