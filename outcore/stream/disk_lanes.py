@@ -109,7 +109,7 @@ class DiskLanes:
         """
         with self._lock:
             (buffer,), free_after = self._lend([record])
-            # That of a store is passed when its buffer is free, whatever became of the store.
+            # Passed when the buffer is free, whatever became of the work of those who had it.
             return buffer, _lane_of(self.writes, record).submit(lambda: wait_over(free_after))
 
     def store(self, record: int, buffer: Tensor, after: Sequence[Fence]) -> Fence:
