@@ -18,6 +18,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 part=${1:?which part} folder=${2:?where raw figures go} disk=${3:?where scratch files go}
 export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=passive PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$folder" "$disk"
+python3 -c 'import sys; from outcore.kernels import has_library; sys.exit(not has_library())' || {
+  echo "the kernels of this checkout are not built: pip install -e ."
+  exit 2
+}
 times=()
 num_failed=0
 

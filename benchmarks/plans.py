@@ -17,6 +17,7 @@ from typing import Any
 from outcore.bench.job import BenchFailure, BenchJob, BenchRow
 from outcore.bench.peers.runner import run_peer
 from outcore.cli.machine import machine_facts
+from outcore.kernels import has_library
 from outcore.machine.probe.disk import measure_disk
 from outcore.machine.probe.sizes import FULL
 from outcore.shapes import shape_dict
@@ -102,6 +103,8 @@ def main() -> None:
     parser.add_argument("--disk", help="a directory for scratch files")
     parser.add_argument("--limit", type=float, default=280.0, help="seconds for each row")
     arguments = parser.parse_args()
+    if not has_library():
+        raise SystemExit("the host's kernels are not built: steps would be several times slower")
     rows: list[dict[str, Any]] = []
     for name in arguments.only.split(","):
         setting = SETTINGS[name]

@@ -14,6 +14,7 @@ import outcore
 from outcore.bench.job import BenchJob, BenchResult
 from outcore.bench.peers.causal_lm import bench_device, random_batch
 from outcore.bench.peers.measure import forget_building, make_result, synchronize, time_steps
+from outcore.kernels import host_isa
 from outcore.planning.plan_json import plan_to_dict
 from outcore.planning.side_by_side import Measurement, side_by_side
 from outcore.shapes import config_from_dict
@@ -87,6 +88,7 @@ def _measure(
         + " and ".join(sorted({unit.state_home for unit in engine.units})),
         "planning_s": planning_s,
         "fp32_master": True,
+        "host_kernels": host_isa(),
         "clipping": clips,
         "passes": 2 if two_passes else 1,
         "building_s": building_s,

@@ -58,20 +58,26 @@ FILES = {
     "2026-11-16-h200-plans-whole.json": probed("2026-11-16-h200-plans-whole-probe.json"),
     "2026-11-16-h200-plans-lean.json": probed("2026-11-16-h200-plans-lean-probe.json"),
     "2026-11-18-h200-plans.json": probed("2026-11-18-h200-plans-probe.json"),
+    "2026-11-18-h200-plans-lanes.json": probed("2026-11-18-h200-plans-lanes-probe.json"),
 }
 
 
 # Before these, compiled blocks saved everything that their backward reads, and gradients passed
 # through as large a ring where updates go through the disk as elsewhere.
-LEAN = {"2026-11-16-h200-plans-lean.json", "2026-11-18-h200-plans.json"}
+LEAN = {
+    "2026-11-16-h200-plans-lean.json",
+    "2026-11-18-h200-plans.json",
+    "2026-11-18-h200-plans-lanes.json",
+}
 # Before these, one lane read and one wrote, in pieces of 16 M elements.
-SEVERAL_LANES: set[str] = set()
+SEVERAL_LANES = {"2026-11-18-h200-plans-lanes.json"}
 # Older probes saw the disk's first seconds: their rows go by the disk just before and just after.
 LASTING = {
     "2026-11-16-h200-plans-lasting.json",
     "2026-11-16-h200-plans-whole.json",
     "2026-11-16-h200-plans-lean.json",
     "2026-11-18-h200-plans.json",
+    "2026-11-18-h200-plans-lanes.json",
 }
 
 
