@@ -225,6 +225,7 @@ class OptimizerBackend:
             num_visits=self._placement.num_visits,
             room=self._room,
             refresh=refresh,
+            spare=self._waiting.spare if self._waiting is not None else None,
         )
 
     def has_gradient(self, chunk: Chunk) -> bool:
@@ -280,6 +281,8 @@ class OptimizerBackend:
                     [*(f for f in unit.pending if not f.is_done), update.weight_ready]
                 )
                 self._readers.hold_up(update)
+                if self._waiting is not None:
+                    update.on_read = partial(self._waiting.was_read, update.chunk)
             assert self._updaters is not None
             self._updaters.hand_over(left)
         except BaseException as error:  # nobody has the rest: whoever waits for it must not hang

@@ -2,10 +2,14 @@
 
 Reads of the next chunks run while this one is updated and earlier ones are written: one thread
 conducts, the lanes of the files and the host's cores do the work.
+
+A step's last chunks are read into memory that gradients have left, and written when all are read:
+the forward waits for reads alone then, and the disk writes while the backward runs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections import deque
@@ -14,13 +18,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from outcore.errors import OutcoreError
+from outcore.errors import LaneError, OutcoreError
+from outcore.optim.rest_of_disk import RestOfDisk
+from outcore.optim.spare_gradients import SpareGradients
 from outcore.optim.updates import ChunkUpdate
 from outcore.stream import disk_tensors
 from outcore.stream.disk_lanes import NUM_LANES
 from outcore.stream.disk_tensors import DiskTensor
 from outcore.stream.lanes import Fence, Lane, injected_delay
 from outcore.stream.recording import recorded
+from outcore.stream.staging import Guest
 
 NUM_AHEAD = NUM_LANES + 1  # chunks that are read ahead of the one that is updated
 
@@ -33,36 +40,58 @@ NUM_STAGED = NUM_AHEAD + 1 + NUM_LANES  # chunks that are read ahead, updated an
 NUM_STAGED_WEIGHTS = NUM_STAGED + 2 * disk_tensors.NUM_AHEAD
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Pushed:
+    """An update, and how many of those that were pushed with it are left, itself among them."""
+
+    update: ChunkUpdate
+    num_left: int
+
+
 @dataclass(kw_only=True, eq=False)
 class _Staged:
     """An update whose tensors are on their way from disk."""
 
     update: ChunkUpdate
+    num_left: int
+    is_guest: bool  # in memory that is lent to it
     piece: int
     tensors: list[Tensor]  # UnitState.tensors() cut to the chunk; those on disk are in staging
     fetched: list[Fetched]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(values.nbytes for _, values, _ in self.fetched)
 
 
 class DiskUpdater:
     """Takes updates in the order of submission."""
 
-    def __init__(self, *, refresh: Lane) -> None:
-        """``refresh``: the lane that brings new weights to units that are resident."""
+    def __init__(self, *, refresh: Lane, spare: SpareGradients | None = None) -> None:
+        """``refresh``: the lane that brings new weights to units that are resident.
+
+        ``spare``: lends memory for the last chunks of a step.
+        """
         self.num_updated = 0  # elements, since the start
         self._refresh = refresh
+        self._spare = spare
+        self._held: list[_Staged] = []  # updated in memory that is lent, and not written yet
+        self._borrows = False  # for the rest of what was pushed together
+        self._rest = RestOfDisk()
         # They only wait: for weights to be on disk, and for all of an update.
         self._weights_written = Lane("disk-weights-written")
         self._all_written = Lane("disk-all-written")
-        self._queue: queue.SimpleQueue[ChunkUpdate | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Pushed | None] = queue.SimpleQueue()
         self._last: dict[tuple[int, int], Fence] = {}
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="outcore-disk-adamw", daemon=True)
         self._thread.start()
 
     def push(self, updates: Sequence[ChunkUpdate]) -> None:
-        for update in updates:
+        self._rest.end()
+        for i, update in enumerate(updates):
             self._last[update.chunk.key] = update.done
-            self._queue.put(update)
+            self._queue.put(_Pushed(update=update, num_left=len(updates) - i))
 
     def synchronize(self) -> None:
         """Wait until every update that was pushed is on disk."""
@@ -80,8 +109,10 @@ class DiskUpdater:
 
     def _run(self) -> None:
         ahead: deque[_Staged] = deque()
-        upcoming: ChunkUpdate | None = None  # taken from the queue, not staged yet
+        upcoming: _Pushed | None = None  # taken from the queue, not staged yet
         while True:
+            if not ahead:
+                self._write_held()  # before it waits for what may wait for the memory
             while len(ahead) <= NUM_AHEAD:
                 try:
                     upcoming = upcoming or self._queue.get(block=not ahead)
@@ -90,12 +121,12 @@ class DiskUpdater:
                 if upcoming is None or self._is_closing:
                     self._give_up(ahead, upcoming)
                     return
-                if any(staged.update.chunk.key == upcoming.chunk.key for staged in ahead):
-                    break  # two updates of one chunk keep their order
+                if ahead and not self._may_follow(upcoming, ahead):
+                    break
                 try:
-                    ahead.append(_stage(upcoming))
+                    ahead.append(self._stage(upcoming))
                 except BaseException as error:
-                    upcoming.fail(error)
+                    upcoming.update.fail(error)
                 upcoming = None  # hold no tensor while idle
             if self._is_closing:
                 self._give_up(ahead, upcoming)
@@ -103,17 +134,83 @@ class DiskUpdater:
             if ahead:
                 self._run_one(ahead.popleft())
 
-    def _give_up(self, ahead: deque[_Staged], upcoming: ChunkUpdate | None) -> None:
+    def _may_follow(self, upcoming: _Pushed, ahead: deque[_Staged]) -> bool:
+        """Whether an update may be read for while others are not done."""
+        if self._borrows and upcoming.num_left >= ahead[-1].num_left:
+            return False  # of the next step: what is held must be on its way to the disk before
+        # Two updates of one chunk keep their order.
+        return all(staged.update.chunk.key != upcoming.update.chunk.key for staged in ahead)
+
+    def _stage(self, pushed: _Pushed) -> _Staged:
+        """Start to read what is on disk of an update's tensors."""
+        update, chunk = pushed.update, pushed.update.chunk
+        piece, offset = divmod(
+            chunk.start, chunk.unit.piece_numel(update.state.format.max_piece_elements)
+        )
+        assert offset == 0, "a chunk is one piece"
+        tensors = update.home_tensors()
+        on_disk = update.state.on_disk
+        files = disk_tensors.files_of([tensor for tensor in on_disk if tensor is not None])
+        guest = self._guest(pushed, files)
+        fetched: list[Fetched] = []
+        try:
+            for of_file in files:
+                pieces = disk_tensors.fetch_together(of_file, piece, guest)
+                for tensor, (values, here) in zip(of_file, pieces, strict=True):
+                    tensors[on_disk.index(tensor)] = values
+                    fetched.append((tensor, values, here))
+        except BaseException:
+            _release(fetched)
+            if guest is not None and not fetched:
+                guest.free.mark_issued()
+            raise
+        return _Staged(
+            update=update,
+            num_left=pushed.num_left,
+            is_guest=guest is not None,
+            piece=piece,
+            # A piece of weights may have frozen ones behind.
+            tensors=update.state.format.cut(tensors, 0, chunk.numel),
+            fetched=fetched,
+        )
+
+    def _guest(self, pushed: _Pushed, files: Sequence[list[DiskTensor]]) -> Guest | None:
+        """Return lent memory for an update, from where on it suffices for all that are left.
+
+        Only where the forward needs nothing that is on its way to the disk.
+        """
+        if self._spare is None or pushed.update.chunk.unit.weights_home != "host":
+            return None
+        (tensors,) = files
+        each = disk_tensors.staged_bytes(tensors)
+        room = min(self._spare.free_bytes(), self._rest.limit_bytes)
+        self._borrows = self._borrows or pushed.num_left * each <= room
+        return self._spare.lend(each) if self._borrows else None
+
+    def _write_held(self) -> None:
+        """Write what was held back; what was lent last is wanted first."""
+        held, self._held, self._borrows = self._held, [], False
+        if not held:
+            return
+        self._rest.begin(sum(staged.num_bytes for staged in held))
+        for staged in reversed(held):
+            self._write_back(staged)
+        done = [staged.update.done for staged in held]
+        with contextlib.suppress(LaneError):  # closed
+            self._all_written.submit(lambda: self._rest.written(), after=done)
+
+    def _give_up(self, ahead: deque[_Staged], upcoming: _Pushed | None) -> None:
         error = OutcoreError("the optimizer was closed before this update")
+        self._write_held()
         for staged in ahead:
             _release(staged.fetched)
             staged.update.fail(error)
         if upcoming is not None:
-            upcoming.fail(error)
+            upcoming.update.fail(error)
         while not self._queue.empty():
-            update = self._queue.get()
-            if update is not None:
-                update.fail(error)
+            pushed = self._queue.get()
+            if pushed is not None:
+                pushed.update.fail(error)
 
     def _run_one(self, staged: _Staged) -> None:
         update = staged.update
@@ -131,12 +228,19 @@ class DiskUpdater:
             return
         update.gradient_read(None)
         self.num_updated += update.chunk.numel
-        try:
+        if staged.is_guest:
+            update.weight_ready.mark_issued()
+            self._held.append(staged)
+        else:
             self._write_back(staged)
-        except BaseException as error:  # the lanes were closed: this thread must not end here
-            update.fail(error)
 
     def _write_back(self, staged: _Staged) -> None:
+        try:
+            self._submit_writes(staged)
+        except BaseException as error:  # the lanes were closed: this thread must not end here
+            staged.update.fail(error)
+
+    def _submit_writes(self, staged: _Staged) -> None:
         update, chunk, weight = staged.update, staged.update.chunk, staged.tensors[0]
         resident, read_by = chunk.unit.device_weight, []
         if resident is not None:
@@ -161,30 +265,6 @@ class DiskUpdater:
             update.weight_ready.mark_issued()
         if done is None:
             self._all_written.submit(_nothing, after=stores, fence=update.done)
-
-
-def _stage(update: ChunkUpdate) -> _Staged:
-    """Start to read what is on disk of an update's tensors."""
-    chunk = update.chunk
-    piece, offset = divmod(
-        chunk.start, chunk.unit.piece_numel(update.state.format.max_piece_elements)
-    )
-    assert offset == 0, "a chunk is one piece"
-    tensors = update.home_tensors()
-    on_disk = update.state.on_disk
-    fetched: list[Fetched] = []
-    try:
-        for of_file in disk_tensors.files_of([tensor for tensor in on_disk if tensor is not None]):
-            pieces = disk_tensors.fetch_together(of_file, piece)
-            for tensor, (values, here) in zip(of_file, pieces, strict=True):
-                tensors[on_disk.index(tensor)] = values
-                fetched.append((tensor, values, here))
-    except BaseException:
-        _release(fetched)
-        raise
-    # A piece of weights may have frozen ones behind.
-    tensors = update.state.format.cut(tensors, 0, chunk.numel)
-    return _Staged(update=update, piece=piece, tensors=tensors, fetched=fetched)
 
 
 def _release(fetched: Sequence[Fetched]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from outcore.optim.gradient_ring import GradientRing
+from outcore.optim.spare_gradients import SpareGradients, lends_gradients
 from outcore.optim.updates import Chunk
 from outcore.store.host_arena import HostArena, aligned_bytes
 from outcore.store.ledger import Ledger
@@ -72,12 +73,19 @@ class WaitingSink:
         self._chunks = _by_unit(chunks)
         self._visiting: dict[tuple[int, int], tuple[Tensor, Fence]] = {}
         self._homes: dict[int, Tensor] = {}
+        self.spare: SpareGradients | None = None  # what state on disk may use for a while
         on_host = [unit for unit in units if unit.state_home != "device"]
         if on_host:
             total = sum(aligned_bytes(u.layout.trainable_numel, wire_dtype) for u in on_host)
             arena = HostArena(total, purpose="gradients", ledger=host_ledger, pin=pin)
+            lending = [unit for unit in on_host if lends_gradients(unit)]
+            if lending:  # first, because an arena begins at a page
+                memory = arena.span(SpareGradients.num_bytes(lending, wire_dtype), torch.uint8)
+                self.spare = SpareGradients(lending, memory, wire_dtype)
+                self._homes.update(self.spare.spans)
             for unit in on_host:
-                self._homes[unit.index] = arena.span(unit.layout.trainable_numel, wire_dtype)
+                if unit.index not in self._homes:
+                    self._homes[unit.index] = arena.span(unit.layout.trainable_numel, wire_dtype)
         on_device = [unit for unit in units if unit.state_home == "device"]
         total = sum(u.layout.trainable_numel * wire_dtype.itemsize for u in on_device)
         device_ledger.take("gradients", total, remedy='Use state="host".')
@@ -89,10 +97,11 @@ class WaitingSink:
     def deliver(self, unit: Unit, start: int, wire: Tensor, ready: Fence) -> Fence:
         home = self._homes[unit.index]
         target = home[start : start + wire.numel()]
-        # An update that still reads the home finishes first.
+        # An update that still reads the home finishes first, and so does whoever borrowed it.
+        lent = self.spare.comes(unit) if self.spare is not None else []
         fence = self._copy_out.submit(
             _copying(target, wire, self._copy_out),
-            after=[ready, *unit.pending],
+            after=[ready, *unit.pending, *lent],
             label=f"gradient {unit.name}",
         )
         self._fences.setdefault(unit.index, {})[start] = fence
@@ -126,11 +135,21 @@ class WaitingSink:
             return lambda: buffer, [there]
         home = self._homes[chunk.unit.index]
         arrived = self._fences[chunk.unit.index][chunk.delivery]
+        if self.spare is not None:
+            self.spare.will_be_read(chunk.unit)
         return lambda: home[chunk.start : chunk.end], [arrived]
+
+    def was_read(self, chunk: Chunk, after: Fence | None) -> None:
+        """Say that an update has read the chunk's gradient, or that none will."""
+        if self.spare is not None:
+            assert after is None or not lends_gradients(chunk.unit), "state on disk reads at once"
+            self.spare.was_read(chunk.unit)
 
     def clear(self) -> None:
         self._fences.clear()
         self._visiting.clear()
+        if self.spare is not None:
+            self.spare.cleared()
 
 
 class PassingSink:

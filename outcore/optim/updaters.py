@@ -15,6 +15,7 @@ from outcore.errors import OutcoreError
 from outcore.optim.device_state import DeviceRoom, DeviceState
 from outcore.optim.disk_updater import DiskUpdater
 from outcore.optim.host_updater import HostUpdater
+from outcore.optim.spare_gradients import SpareGradients
 from outcore.optim.state import UnitState
 from outcore.optim.updates import Chunk, ChunkUpdate, UpdateQueue
 from outcore.stream.lanes import Fence, Lane
@@ -34,15 +35,19 @@ class Updaters:
         num_visits: int | None,
         room: DeviceRoom,
         refresh: Lane,
+        spare: SpareGradients | None = None,
     ) -> None:
-        """``refresh`` brings new weights to where they are resident."""
+        """``refresh`` brings new weights to where they are resident.
+
+        ``spare``: memory that state on disk may wait in, until it is written.
+        """
         self._device = device
         self._queue: UpdateQueue | None = None
         self._host: HostUpdater | None = None
         self._disk: DiskUpdater | None = None
         self.device_state: DeviceState | None = None
         if any(chunk.unit.is_on_disk for chunk in chunks):
-            self._disk = DiskUpdater(refresh=refresh)
+            self._disk = DiskUpdater(refresh=refresh, spare=spare)
         on_queue = [
             (chunk, states[chunk.unit.index])
             for chunk in chunks
@@ -62,18 +67,22 @@ class Updaters:
 
     def hand_over(self, left: list[ChunkUpdate]) -> None:
         """Give each update to its updater; those that have none yet stay in ``left``."""
-        on_host = []
+        on_host, on_disk = [], []
         for update in list(left):
             unit = update.chunk.unit
             if unit.state_home == "device":
                 self._update_on_device(update)
             elif unit.is_on_disk:
-                assert self._disk is not None
-                self._disk.push([update])
+                on_disk.append(update)
+                continue
             elif self.device_state is None or not self.device_state.update(update):
                 on_host.append(update)
                 continue
             left.remove(update)
+        if on_disk:  # all at once: what is said of the last ones is known then
+            assert self._disk is not None
+            self._disk.push(on_disk)
+            left[:] = on_host
         if on_host:
             assert self._queue is not None
             self._queue.push(on_host)

@@ -118,9 +118,10 @@ class ChunkUpdate:
         self.gradient_read(None)
 
     def gradient_read(self, fence: Fence | None) -> None:
-        """Say that the gradient's memory is free, or free after ``fence``."""
-        if self.on_read is not None:
-            self.on_read(fence)
+        """Say that the gradient's memory is free, or free after ``fence``; once is enough."""
+        on_read, self.on_read = self.on_read, None
+        if on_read is not None:
+            on_read(fence)
 
 
 def chunks_of(units: Sequence[Unit], max_numel: int, max_piece_numel: int) -> list[Chunk]:

@@ -18,6 +18,7 @@ from outcore.model_spec import ModelSpec
 from outcore.optim.gradient_sinks import num_ring_buffers
 from outcore.planning.choices import Choice, Choices, Counts
 from outcore.planning.cost import Costs, input_bytes
+from outcore.planning.held_writes import held_share
 from outcore.planning.memory import MemoryModel
 from outcore.planning.plan import Job
 from outcore.planning.simulate import Simulated, simulate
@@ -303,7 +304,11 @@ class ChoiceTable:
             disk_weights = weights[n] - weights[n - dw]
             state = (trained[n] - trained[n - ds]) * sizes.state
             both_ways_bytes_s = costs.machine.disk_both_ways_bytes_s
-            read = state / both_ways_bytes_s
+            # What is written while the backward runs is read alone.
+            holds = self._gradients_wait and (dw == 0) & (w < n)
+            alone = state * held_share(costs) * holds
+            read = (state - alone) / both_ways_bytes_s
+            read += alone / max(costs.machine.disk_read_bytes_s, both_ways_bytes_s)
             # The forward's last blocks are still in their slots when the backward begins.
             again = np.maximum(0.0, disk_weights - c.num_slots * self._largest_after[n - dw])
             fetched = self._num_passes * (disk_weights + again)
@@ -311,7 +316,7 @@ class ChoiceTable:
             # What has not passed through staging, or the ring, holds up the forward or backward.
             staged = float(self.memory.units.staged_numel + 2 * self._disk_piece)
             held = staged if self._gradients_wait else staged + self._disk_ring
-            written = np.maximum(0.0, state - held * sizes.moved) / both_ways_bytes_s
+            written = np.maximum(0.0, state - alone - held * sizes.moved) / both_ways_bytes_s
             if self._gradients_wait:
                 lanes.append(np.maximum(read, written) + costs.head_s + backward)
             else:

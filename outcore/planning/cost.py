@@ -158,6 +158,9 @@ class Costs:
     def disk_read_s(self, num_bytes: float) -> float:
         return num_bytes / self.machine.disk_read_bytes_s + DISK_LATENCY_S
 
+    def disk_write_s(self, num_bytes: float) -> float:
+        return num_bytes / self.machine.disk_write_bytes_s + DISK_LATENCY_S
+
     def disk_update_s(self, num_bytes: float) -> float:
         """Reading state, or writing it back: each runs beside the other."""
         return num_bytes / self.machine.disk_both_ways_bytes_s + DISK_LATENCY_S

@@ -1,8 +1,9 @@
 """Optimizer updates in a simulated step: who updates when, on host cores, device or through disk.
 
 Where gradients wait for clipping, every update waits for the end of the backward and runs in the
-order in which the next forward needs it. Elsewhere gradients pass through a ring of host buffers
-straight into updates; of those that have arrived, the one that the forward needs first goes first.
+order in which the next forward needs it; of state on disk, the last is held back (held_writes.py).
+Elsewhere gradients pass through a ring of host buffers straight into updates; of those that have
+arrived, the one that the forward needs first goes first.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from outcore.optim.gradient_sinks import num_ring_buffers
 from outcore.planning.cost import Costs
+from outcore.planning.held_writes import HeldWrites
 from outcore.planning.lanes import DISK_READ, DISK_WRITE, HOST, TO_DEVICE, TO_HOST, LaneClock
 from outcore.planning.placement import Placement, Units
 
@@ -66,6 +68,17 @@ class UpdateLanes:
         self._next = len(self.sizes)  # unit whose waiting update is played next
         self._begun = 0.0
         self._staged: list[tuple[float, float]] = []  # elements, and when they were written
+        self._held: HeldWrites | None = None
+        on_disk = [i for i, tier in enumerate(self.tiers) if tier == "disk" and self.sizes[i]]
+        if gradients_wait and on_disk and self.weights[on_disk[-1]] == "host":
+            numels = [size if i in on_disk else 0 for i, size in enumerate(self.sizes)]
+            self._held = HeldWrites(
+                clock,
+                costs,
+                numels,
+                num_ahead=units.staged_numel / 2,
+                rest_s=_backward_s(costs, placement),
+            )
 
     # --- gradients leave the device -----------------------------------------------------------
 
@@ -83,7 +96,8 @@ class UpdateLanes:
         if self.tiers[unit] == "device":
             return self._waits_or_updates(unit, at)
         if self._gradients_wait:
-            end = self._leave(unit, numel, at)
+            free_at = self._held.free_at(unit) if self._held is not None else 0.0
+            end = self._leave(unit, numel, max(at, free_at))
             self._arrived[unit] = end
             return end
         left, end = float(numel - self.lodged[unit]), at
@@ -140,6 +154,8 @@ class UpdateLanes:
             self._run_pending()
         self._begun = at
         self._next = 0
+        if self._held is not None:
+            self._held.begin_step()
         if not self._gradients_wait:
             self._next = len(self.sizes)
 
@@ -165,10 +181,25 @@ class UpdateLanes:
         piece = self._disk_piece(left) if self.tiers[unit] == "disk" else left
         while left > 0:
             size = min(piece, left)
-            ready = self._state_in(unit, size, at)
-            end = self._on_host(unit, size, ready)
+            held = self._held if self.tiers[unit] == "disk" else None
+            if held is not None and held.holds(size):
+                end = self._hold(unit, size, at, held)
+            else:
+                end = self._on_host(unit, size, self._state_in(unit, size, at))
+            if held is not None:
+                held.write(end)
             self.ready[unit] = max(self.ready[unit], end)
             left -= size
+
+    def _hold(self, unit: int, numel: float, arrived: float, held: HeldWrites) -> float:
+        """Update state that is not written yet; return when it is."""
+        num_bytes = numel * self._disk_bytes(unit)
+        read = self._costs.disk_read_s(num_bytes)
+        here = self._clock.run(DISK_READ, read, self._disk_begins(), f"state {unit}")
+        held.hold(unit, num_bytes)
+        self.awaited[unit] = DISK_READ
+        duration = self._costs.update_on_host_s(numel)
+        return self._clock.run(HOST, duration, max(arrived, here), f"update {unit}")
 
     # --- one update ---------------------------------------------------------------------------
 
@@ -176,9 +207,13 @@ class UpdateLanes:
         """Read state from disk, where it lives there; return when the update may start."""
         if self.tiers[unit] != "disk":
             return arrived
-        after = max(self._room_in_staging(numel), self._begun)
+        after = max(self._room_in_staging(numel), self._disk_begins())
         read = self._costs.disk_update_s(numel * self._disk_bytes(unit))
         return max(arrived, self._clock.run(DISK_READ, read, after, f"state {unit}"))
+
+    def _disk_begins(self) -> float:
+        """Return when state may be read: a disk shares what it has between both ways."""
+        return max(self._begun, self._held.written_at if self._held is not None else 0.0)
 
     def _room_in_staging(self, numel: float) -> float:
         """Return when those that went through staging last leave room for more elements.
@@ -233,3 +268,12 @@ class UpdateLanes:
             home = costs.to_host_s(numel * costs.bytes.weight)
         end = clock.compute(duration, after, HOST, f"update {unit}")
         return clock.run(TO_HOST, home, end, f"weight {unit}") if home else end
+
+
+def _backward_s(costs: Costs, placement: Placement) -> float:
+    """Return how long the device computes from the loss to the first block's gradient."""
+    blocks = zip(costs.blocks, placement.blocks, strict=True)
+    return costs.head_s + sum(
+        cost.differentiate_s + (0.0 if block.activations == "keep" else cost.forward_s)
+        for cost, block in blocks
+    )

@@ -22,13 +22,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Container, Sequence
+from functools import partial
 
 from torch import Tensor
 
 from outcore.errors import LaneError
 from outcore.store.scratch_file import Arrived, ScratchFile
 from outcore.stream.lanes import Fence, Lane
-from outcore.stream.staging import StagingPool
+from outcore.stream.staging import Guest, StagingPool
 
 NUM_LANES = 6  # that read, and as many that write
 
@@ -61,15 +62,16 @@ class DiskLanes:
         return buffer, fence
 
     def fetch_all(
-        self, records: Sequence[int], zeros: Container[int] = ()
+        self, records: Sequence[int], zeros: Container[int] = (), guest: Guest | None = None
     ) -> tuple[list[Tensor], Fence]:
         """Start to read ``records``; return a buffer for each, and one fence for all.
 
-        ``zeros``: those that were never stored, and are not read.
+        ``zeros``: those that were never stored, and are not read. ``guest``: memory to read into
+        instead of staging; it is free once its buffers are given back, like others.
         """
         with self._lock:
             after = [self._stored[record] for record in records if record in self._stored]
-            buffers, free_after = self._lend(records)
+            buffers, free_after = self._lend(records, guest)
             pairs = list(zip(records, buffers, strict=True))
 
             def fill() -> None:
@@ -169,8 +171,10 @@ class DiskLanes:
         for lane in lanes:
             lane.close()
 
-    def _lend(self, records: Sequence[int]) -> tuple[list[Tensor], list[Fence]]:
-        return self._staging.lend([self._num_bytes(record) for record in records])
+    def _lend(
+        self, records: Sequence[int], guest: Guest | None = None
+    ) -> tuple[list[Tensor], list[Fence]]:
+        return self._staging.lend([self._num_bytes(record) for record in records], guest)
 
     def _users(self, buffers: Sequence[Tensor], after: Sequence[Fence]) -> list[Fence]:
         """Return the fences of all who may touch the buffers: reads, and the caller's work."""
@@ -189,7 +193,10 @@ class DiskLanes:
         # does not fail.
         free_after = lane.submit(lambda: wait_over(users))
         for buffer in buffers:
-            self._staging.take_back(buffer, free_after)
+            returned = self._staging.take_back(buffer, free_after)
+            if returned is not None:
+                guest, fences = returned
+                lane.submit(partial(wait_over, fences), fence=guest.free)
 
     def _num_bytes(self, record: int) -> int:
         return self._file.layout.records[record].num_bytes

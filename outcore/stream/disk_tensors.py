@@ -24,7 +24,7 @@ from outcore.store.record_layout import page_aligned_bytes
 from outcore.store.scratch_file import Arrived, ScratchFile, ScratchOptions
 from outcore.stream.disk_lanes import NUM_LANES, DiskLanes, wait_over
 from outcore.stream.lanes import Fence
-from outcore.stream.staging import StagingPool
+from outcore.stream.staging import Guest, StagingPool
 
 NUM_AHEAD = NUM_LANES + 1  # pieces of weights that are read ahead of their copy to the device
 PIECE_ALIGN = 1 << 19  # elements: whole pages also for one byte to each 128 of them
@@ -191,10 +191,12 @@ class DiskTensors:
             self.tensors.append(DiskTensor(self, shape, first, mapped))
             first += shape.num_pieces
 
-    def fetch(self, records: Sequence[int]) -> list[tuple[Tensor, Fence]]:
+    def fetch(
+        self, records: Sequence[int], guest: Guest | None = None
+    ) -> list[tuple[Tensor, Fence]]:
         # The file system gives zeros for what it allocated.
         zeros = self._never_written.intersection(records)
-        buffers, fence = self._lanes.fetch_all(records, zeros)
+        buffers, fence = self._lanes.fetch_all(records, zeros, guest)
         self._staged.update((buffer.data_ptr(), buffer) for buffer in buffers)
         return [(buffer, fence) for buffer in buffers]
 
@@ -254,10 +256,20 @@ def files_of(tensors: Sequence[DiskTensor]) -> list[list[DiskTensor]]:
     return list(files.values())
 
 
-def fetch_together(tensors: Sequence[DiskTensor], piece: int) -> list[tuple[Tensor, Fence]]:
-    """``fetch`` a piece of each of one file's tensors, as one piece of work."""
+def staged_bytes(tensors: Sequence[DiskTensor]) -> int:
+    """Return what a piece of each of one file's tensors takes on its way, at most."""
+    return sum(tensor.shape.piece_bytes for tensor in tensors)
+
+
+def fetch_together(
+    tensors: Sequence[DiskTensor], piece: int, guest: Guest | None = None
+) -> list[tuple[Tensor, Fence]]:
+    """``fetch`` a piece of each of one file's tensors, as one piece of work.
+
+    ``guest``: memory to read into instead of staging.
+    """
     file = _file_of(tensors)
-    fetched = file.fetch([tensor._first + piece for tensor in tensors])
+    fetched = file.fetch([tensor._first + piece for tensor in tensors], guest)
     return [
         (tensor._typed(buffer, piece), fence)
         for tensor, (buffer, fence) in zip(tensors, fetched, strict=True)

@@ -3,6 +3,8 @@
 A fixed number of equal buffers, so that a plan can state their bytes. Records that travel together
 lie in one buffer, each in whole pages, so that small ones take no more than they are. Knows who has
 a buffer and when it will be free again; moves nothing itself.
+
+Memory that belongs to somebody else, a guest, serves as one more buffer for one journey.
 """
 
 from __future__ import annotations
@@ -28,10 +30,22 @@ def staging_bytes(num_buffers: int, largest_bytes: int) -> int:
 
 
 @dataclass(kw_only=True, eq=False)
+class Guest:
+    """Bytes in whole pages that their owner does not need for a while.
+
+    ``free`` is passed, never with an error, when nobody uses them any more.
+    """
+
+    memory: Tensor
+    free: Fence = field(default_factory=Fence)
+
+
+@dataclass(kw_only=True, eq=False)
 class _Buffer:
     """Memory for records that travel together, some of which may be lent."""
 
     memory: Tensor
+    guest: Guest | None = None  # whose memory it is; None: the pool's
     num_lent: int = 0
     free_after: list[Fence] = field(default_factory=list)  # of those that came back
 
@@ -57,24 +71,29 @@ class StagingPool:
         self._lent: dict[int, _Buffer] = {}  # whose part begins at an address
         self._lock = threading.Lock()
 
-    def lend(self, sizes_bytes: Sequence[int]) -> tuple[list[Tensor], list[Fence]]:
+    def lend(
+        self, sizes_bytes: Sequence[int], guest: Guest | None = None
+    ) -> tuple[list[Tensor], list[Fence]]:
         """Return parts of these sizes of one buffer, and what to wait for before touching them.
 
         Raises LaneError when every buffer is lent: whoever could give one back may be the very
-        thread that asks, so waiting here might never end.
+        thread that asks, so waiting here might never end. ``guest``: memory to lend instead.
         """
         with self._lock:
-            if not self._free:
+            if guest is not None:
+                buffer = _Buffer(memory=guest.memory, guest=guest)
+            elif self._free:
+                buffer = self._free.popleft()
+            else:
                 raise LaneError(
                     f"all {self.num_buffers} staging buffers are in use: store or release one "
                     "before fetching the next, or plan for more"
                 )
-            buffer = self._free.popleft()
             parts, start = [], 0
             for num_bytes in sizes_bytes:
                 parts.append(buffer.memory[start : start + num_bytes])
                 start += page_aligned_bytes(num_bytes)
-            assert start <= self.buffer_bytes, f"{sizes_bytes} in {self.buffer_bytes}"
+            assert start <= buffer.memory.numel(), f"{sizes_bytes} in {buffer.memory.numel()}"
             self._lent.update((part.data_ptr(), buffer) for part in parts)
             buffer.num_lent = len(parts)
             free_after, buffer.free_after = buffer.free_after, []
@@ -85,10 +104,11 @@ class StagingPool:
             if part.data_ptr() not in self._lent:
                 raise ValueError("this is no staging buffer, or it was given back already")
 
-    def take_back(self, part: Tensor, free_after: Fence) -> None:
+    def take_back(self, part: Tensor, free_after: Fence) -> tuple[Guest, list[Fence]] | None:
         """Take a lent part back; ``free_after`` must carry no error.
 
-        The buffer is lent again as soon as all of it is back.
+        The buffer is lent again as soon as all of it is back. A guest that is back is returned,
+        with the fences behind which it is free.
         """
         self.check_lent(part)
         with self._lock:
@@ -96,5 +116,9 @@ class StagingPool:
             if free_after not in buffer.free_after:
                 buffer.free_after.append(free_after)
             buffer.num_lent -= 1
-            if buffer.num_lent == 0:
-                self._free.append(buffer)
+            if buffer.num_lent:
+                return None
+            if buffer.guest is not None:
+                return buffer.guest, buffer.free_after
+            self._free.append(buffer)
+            return None

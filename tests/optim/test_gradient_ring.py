@@ -108,7 +108,7 @@ def test_a_backward_whose_updates_fail_ends(
     model, _, ring = passing(**options)
     backend, error = outcore.engine_of(model).backend, RuntimeError("the updater has ended")
     if disk:
-        monkeypatch.setattr("outcore.optim.disk_updater._stage", _raising(error))
+        monkeypatch.setattr("outcore.optim.disk_updater.DiskUpdater._stage", _raising(error))
     updaters = backend._updaters
     assert updaters is not None
     assert updaters._queue is not None

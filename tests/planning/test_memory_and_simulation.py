@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from machines import GIB, H200, jobs, machines, specs, tiny_spec
 from outcore.errors import DoesNotFit
 from outcore.machine.machine import Machine
 from outcore.model_spec import ModelSpec, model_spec
+from outcore.planning import held_writes
 from outcore.planning.choice_table import ChoiceTable
 from outcore.planning.choices import TIERS, Choice, Choices
 from outcore.planning.cost import Costs
@@ -276,3 +278,17 @@ def test_quick_counts_on_a_cpu_follow_what_is_kept() -> None:
         choice = Choice(last_kept=kept)
         full = totals(table.memory.tiers(choice.placement(4, 4)))
         assert table.bytes_of(Choices.of([choice]))[0][0] == pytest.approx(full["device"], abs=100)
+
+
+def test_a_disk_writes_while_the_backward_runs() -> None:
+    """Gradients that wait leave memory: a step takes less than its updates and a backward."""
+    spec, job = model_spec("qwen2.5-3b"), replace(JOB, clipping="waiting")
+    choice = Choice(last_disk_state=len(spec.blocks), edge_state=0)
+    plan = plan_for(choice, job)
+    with patch.object(held_writes, "held_share", lambda _: 0.0):
+        without = plan_for(choice, job)
+    on_disk = sum(block.trainable_numel for block in spec.blocks) * StateBytes.of(job).state
+    backward_s = without.prediction.step_s - on_disk / H200.disk_both_ways_bytes_s
+    saved_s = without.prediction.step_s - plan.prediction.step_s
+    assert 0.3 * backward_s < saved_s < backward_s
+    assert plan.prediction.busy_s["disk read"] < without.prediction.busy_s["disk read"]

@@ -15,7 +15,7 @@ from machines import H200
 from outcore.machine.machine import Machine
 from outcore.model_spec import BlockSpec, ModelSpec, model_spec
 from outcore.optim import gradient_sinks
-from outcore.planning import placement
+from outcore.planning import held_writes, placement
 from outcore.planning.memory import PROCESS_BYTES
 from outcore.planning.placement import Placement
 from outcore.planning.plan import BlockPlan, Job, Plan
@@ -71,6 +71,8 @@ LEAN = {
 }
 # Before these, one lane read and one wrote, in pieces of 16 M elements.
 SEVERAL_LANES = {"2026-11-18-h200-plans-lanes.json"}
+# Before these, no write waited for the backward.
+HOLDING: set[str] = set()
 # Older probes saw the disk's first seconds: their rows go by the disk just before and just after.
 LASTING = {
     "2026-11-16-h200-plans-lasting.json",
@@ -183,6 +185,8 @@ def predicted(row: dict[str, Any]) -> Plan:
                 (placement.Units, "state_staging_bytes", _in_equal_buffers),
             ):
                 older.enter_context(patch.object(target, name, value))
+        if row["file"] not in HOLDING:
+            older.enter_context(patch.object(held_writes, "held_share", lambda _: 0.0))
         return plan_of(spec, row["machine"], job, measured_placement(row, len(spec.blocks)))
 
 
