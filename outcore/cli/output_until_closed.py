@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import signal
 import sys
@@ -26,6 +27,9 @@ LOST_STATUS = 2  # verify's 1 says that something differs
 def end_with_standard_output() -> None:
     """Let the command end, with a line at most, when its standard output cannot be written."""
     if sys.stdout is not None:  # which it is where the caller closed it
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # Where the locale has no bars and no "×", a question mark stands for each.
+            sys.stdout.reconfigure(errors="replace")
         sys.stdout = cast(TextIO, OutputUntilClosed(sys.stdout, _end_the_command))
 
 

@@ -26,13 +26,15 @@ COMMANDS = [
 ]
 
 
-def run_outcore(arguments: list[str], model: Path, **streams: Any) -> subprocess.Popen[str]:
+def run_outcore(
+    arguments: list[str], model: Path, *, encoding: str = "utf-8", **streams: Any
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "outcore", *(a.format(model=model) for a in arguments)],
         stderr=subprocess.PIPE,
-        text=True,
+        encoding=encoding,
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80", "PYTHONIOENCODING": encoding},
         **streams,
     )
 
@@ -83,3 +85,14 @@ def test_json_for_a_standard_output_that_is_closed(tiny_model: Path) -> None:
     assert process.returncode == 2
     assert "Traceback" not in told
     assert "closed; name a file" in told
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("command", [["probe", "--list"], PLAN])
+def test_a_locale_that_lacks_characters_of_a_table(
+    command: list[str], encoding: str, tiny_model: Path
+) -> None:
+    process = run_outcore(command, tiny_model, encoding=encoding, stdout=subprocess.PIPE)
+    shown, told = process.communicate(timeout=100)
+    assert process.returncode == 0, told
+    assert "rtx-4090" in shown
