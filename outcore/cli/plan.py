@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -256,7 +257,7 @@ def plan_command(
     """
     console = console_for(json_file)
     check_file(html_file, "--html")
-    if html_file is not None and html_file == json_file:
+    if html_file and json_file and Path(html_file).resolve() == Path(json_file).resolve():
         raise typer.BadParameter("the file of --json; name another", param_hint="--html")
     check_compare(compare, train_tokens, price_per_hour, gpus)
     if frozen_weights is not None and lora is None:

@@ -278,6 +278,7 @@ def test_a_smaller_budget_that_does_not_fit_is_told(planner: Planner) -> None:
         ([*MODEL, "--html", "-"], "--html: name a file"),
         ([*MODEL, "--html", "/proc/version_/x"], "is no directory"),
         ([*MODEL, "--html", "x.json", "--json", "x.json"], "--html: the file of --json"),
+        ([*MODEL, "--html", "./x.json", "--json", "x.json"], "--html: the file of --json"),
         ([*MODEL, "--compare"], "--compare needs --train-tokens"),
         ([*MODEL, "--train-tokens", "1e9"], "--train-tokens: only with --compare"),
         ([*MODEL, "--gpus", "2"], "--gpus: only with --compare"),
