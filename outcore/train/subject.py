@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
@@ -25,6 +26,7 @@ from outcore.shapes import shape_config, shape_names
 from outcore.store.disk_budget import parse_disk
 from outcore.train.settings import TrainSettings
 
+_NORM_OR_BIAS = re.compile(r"bias$|(layer|rms|_|\.)norm\.weight$")
 _VOCABULARIES = {"tokenizer.json", "tokenizer.model", "tekken.json"}  # whatever a class names
 
 
@@ -193,10 +195,12 @@ def adapters_of(settings: TrainSettings) -> Any:
 
 def make_optimizer(model: nn.Module, settings: TrainSettings) -> outcore.AdamW:
     """Return AdamW over what is trainable; norms and biases are not decayed."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    decayed = [p for name, p in trainable if _is_decayed(name, p)]
+    others = [p for name, p in trainable if not _is_decayed(name, p)]
     groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     return outcore.AdamW(
         [group for group in groups if group["params"]],
@@ -208,6 +212,13 @@ def make_optimizer(model: nn.Module, settings: TrainSettings) -> outcore.AdamW:
         update_during_backward=not settings.gradients_wait,
         rounding_seed=settings.seed,
     )
+
+
+def _is_decayed(name: str, parameter: nn.Parameter) -> bool:
+    """Whether it is a matrix: biases of stacked experts (gpt-oss) and norms of heads (Cohere) have
+    two axes too, and are told by their names.
+    """
+    return parameter.dim() >= 2 and not _NORM_OR_BIAS.search(name)
 
 
 def _dtype(settings: TrainSettings, device: torch.device) -> torch.dtype:

@@ -12,13 +12,24 @@ from handmade_plans import GIB, make_machine
 from hub_cache import link_snapshot, offline_cache, put_snapshot
 from rich.console import Console
 from train_files import Files
+from transformers import AutoConfig
 
+import outcore
 from outcore.errors import DoesNotFit
 from outcore.shapes import shape_config
 from outcore.train import subject
 from outcore.train.display import Display
 from outcore.train.run import train
 from outcore.train.settings import TrainSettings
+
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def test_the_disk_that_was_named_is_the_one_that_is_measured(
@@ -112,3 +123,26 @@ def test_adapters_of_a_model_of_the_hub_name_it_by_its_id(
     train(settings, Display(Console(quiet=True)))
     saved = json.loads((files.folder / "out" / "adapter_config.json").read_text())
     assert saved["base_model_name_or_path"] == "some-org/a-model"
+
+
+@pytest.mark.parametrize(
+    ("config", "undecayed"),
+    [
+        (
+            AutoConfig.for_model(
+                "gpt_oss", num_local_experts=2, num_experts_per_tok=1, head_dim=8, **TINY
+            ),
+            {"gate_up_proj_bias", "down_proj_bias"},
+        ),
+        (AutoConfig.for_model("cohere", use_qk_norm=True, **TINY), {"q_norm", "k_norm"}),
+    ],
+    ids=["biases of stacked experts", "norms of heads"],
+)
+def test_norms_and_biases_of_two_axes_are_not_decayed(config: Any, undecayed: set[str]) -> None:
+    model = outcore.from_config(config, device="cpu")
+    settings = TrainSettings(model="m", data=("d",), output="o", weight_decay=0.1)
+    groups = subject.make_optimizer(model, settings).param_groups
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    of_two_axes = [(name, decay[id(p)]) for name, p in model.named_parameters() if p.dim() >= 2]
+    spared = {name.removesuffix(".weight").rpartition(".")[2] for name, d in of_two_axes if not d}
+    assert spared == undecayed
