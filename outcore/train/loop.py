@@ -46,7 +46,8 @@ from outcore.train.steady_checkpoints import SteadyCheckpoints
 from outcore.train.stopping import StopRequest
 from outcore.train.telling import StepTeller
 
-_RECORDED_STEPS = (3, 6)  # of this process: the first ones compile and fill caches
+_UNRECORDED_STEPS = 3  # of this process: the first ones compile and fill caches
+_RECORDED_STEPS = 3
 
 
 class Run:
@@ -193,7 +194,7 @@ class Run:
     def _steps(self, metrics: Metrics, stop: StopRequest) -> None:
         """Take steps until all are done or a stop is asked for."""
         settings, first = self.settings, self.step
-        recorded_from = first + _RECORDED_STEPS[0]
+        recorded_from = first + _UNRECORDED_STEPS
         losses, told = LaggedLoss(), StepTeller(self.display, metrics)
         with self.display.steps(self.step, self.corpus.num_steps), contextlib.ExitStack() as stack:
             record: RunRecord | None = None
@@ -203,7 +204,7 @@ class Run:
             while self.step < self.corpus.num_steps and not stop.is_set:
                 if self.step == recorded_from:
                     record = stack.enter_context(outcore.record(self.model))
-                if self.step - first == _RECORDED_STEPS[1] and record is not None:
+                if record is not None and self.step - recorded_from == _RECORDED_STEPS:
                     stack.close()
                     self._measured(record, num_steps=self.step - recorded_from)
                     record = None
@@ -217,6 +218,12 @@ class Run:
                     told.flush(losses)  # it took long, and someone may be waiting for it
                 if self._evaluates_here:
                     told.flush(losses)
+                    if record is not None:  # in it, an evaluation would be a part of a step
+                        stack.close()
+                        self._measured(record, num_steps=self.step - recorded_from)
+                        record = None
+                        if self.measurement is None:
+                            recorded_from = self.step  # behind the evaluation, from the start
                     self._evaluate_on_the_way(metrics, stop)
                     told.flush(losses)
                 if settings.save_every and self.step % settings.save_every == 0:

@@ -260,3 +260,11 @@ def test_the_best_of_other_held_out_data_does_not_count(files: Files, *, changes
         assert min(losses[2:]) > max(losses[:2]), "both are as easy"
     assert ("does not count" in written.getvalue()) is changes
     assert best_steps(settings.output)[0] >= 6
+
+
+@pytest.mark.parametrize("eval_every", [4, 5])
+def test_a_measured_step_has_no_evaluation_in_it(files: Files, eval_every: int) -> None:
+    settings = files.settings(max_steps=8, held_out=0.2, eval_every=eval_every)
+    measurement = train(settings, quiet()).measurement
+    assert measurement is not None
+    assert not [span for span in measurement.spans if span.name.startswith("inference")]
