@@ -2,14 +2,14 @@
 # Every figure that Outcore is held to on a GPU, of one build on one machine, in parts of less than
 # ten minutes each on an H200:
 #
-#   benchmarks/bars.sh exact FOLDER DISK     the probe; state on disk; the same bits in every placement;
-#                                            7B beside native
-#   benchmarks/bars.sh plans FOLDER DISK     14B, 32B, the longest sequence within 24 GiB, 3B
-#   benchmarks/bars.sh tiers FOLDER DISK     72B in three tiers; outcore train beside the engine
-#   benchmarks/bars.sh command FOLDER DISK   loading; LoRA on 72B; steps while a checkpoint is written
+#   benchmarks/bars.sh exact FOLDER DISK   state on disk; 3B; the same bits in every placement
+#   benchmarks/bars.sh train FOLDER DISK   7B beside native, and by outcore train; 14B; the longest
+#                                          sequence within 24 GiB
+#   benchmarks/bars.sh tiers FOLDER DISK   72B in three tiers; 32B; steps while a checkpoint is written
+#   benchmarks/bars.sh lora FOLDER DISK    LoRA on 72B; loading
 #
-# The parts after the first take what its probe has measured. Outcore is that of this checkout, whose
-# kernels must be built (pip install -e .).
+# A machine that was not probed yet is, before the first figure. Outcore is that of this checkout; its
+# kernels are built where they are not.
 # Raw figures go to FOLDER, scratch files and checkpoints to DISK (64 GB). It goes on where something
 # fails; the last lines say what took how long, and the exit status how many failed.
 set -uo pipefail
@@ -18,10 +18,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 part=${1:?which part} folder=${2:?where raw figures go} disk=${3:?where scratch files go}
 export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=passive PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$folder" "$disk"
-python3 -c 'import sys; from outcore.kernels import has_library; sys.exit(not has_library())' || {
-  echo "the kernels of this checkout are not built: pip install -e ."
-  exit 2
+has_kernels() {
+  python3 -W ignore -c 'import sys; from outcore.kernels import has_library; sys.exit(not has_library())'
 }
+has_kernels || python3 -m pip install --quiet --no-build-isolation --no-deps -e .
+has_kernels || { echo "the kernels of this checkout could not be built"; exit 2; }
 times=()
 num_failed=0
 
@@ -38,7 +39,7 @@ run() {
 
 outcore() { python3 -m outcore "$@"; }
 plans() { python3 benchmarks/plans.py --json "$folder/plans-$1.json" --disk "$disk" --limit 400 --only "$2"; }
-probe() { outcore probe --refresh --disk "$disk" --json "$folder/probe.json"; }
+probe() { outcore probe --disk "$disk" --json "$folder/probe-$part.json"; }
 verify() {
   local name=$1
   shift
@@ -52,10 +53,12 @@ exactness() {
   verify both --only both & jobs+=($!)
   verify disk --only disk & jobs+=($!)
   verify mixed --only streamed --only "state on host" --only mixed --only tiers & jobs+=($!)
-  python3 -m pytest -q -m gpu tests/kernels tests/store tests/engine >"$disk/tests.txt" 2>&1 & jobs+=($!)
+  for room in kernels store engine; do
+    python3 -m pytest -q -m gpu "tests/$room" >"$disk/tests-$room.txt" 2>&1 & jobs+=($!)
+  done
   for job in "${jobs[@]}"; do wait "$job" || failed=1; done
   tail -n 22 "$disk"/verify-1b-*.txt
-  tail -n 12 "$disk/tests.txt"
+  tail -n 1 "$disk"/tests-*.txt
   return "$failed"
 }
 
@@ -66,22 +69,28 @@ checkpoint() {
 }
 
 case $part in
+exact | train | tiers | lora) run probe probe ;;&
 exact)
-  run probe probe
   run state-on-disk plans disk 3b-disk-wait
+  run 3b plans 3b 3b
   run exactness exactness
-  run 7b plans 7b 7b,7b-native
   ;;
-plans) run plans plans large 14b,32b-compact,8b-long-clip,3b ;;
+train)
+  run 7b plans 7b 7b,7b-native
+  run train python3 benchmarks/train_command.py --checkpoint "$disk/checkpoint" \
+    --engine "$folder/plans-7b.json" --json "$folder/train-command.json"
+  rm -rf "$disk/checkpoint"
+  run plans plans large 14b,8b-long-clip
+  ;;
 tiers)
   run 72b plans 72b 72b-minimal-clip
-  run train python3 benchmarks/train_command.py --checkpoint "$disk/checkpoint" --json "$folder/train-command.json"
+  run 32b plans 32b 32b-compact
+  run checkpoint checkpoint
   ;;
-command)
+lora)
+  run lora python3 benchmarks/lora_72b.py --steps 5 --warmup-steps 3 --json "$folder/lora-72b.json"
   run loading python3 benchmarks/loading.py --shape qwen2.5-7b --directory "$disk/checkpoint" \
     --json "$folder/loading-7b.json"
-  run lora python3 benchmarks/lora_72b.py --steps 5 --warmup-steps 3 --json "$folder/lora-72b.json"
-  run checkpoint checkpoint
   ;;
 *)
   echo "no part is called $part"

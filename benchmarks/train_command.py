@@ -5,6 +5,10 @@ The engine takes one batch of random tokens again and again (`outcore bench trai
 in a process of its own. Steps are counted from the fifth on.
 
     python benchmarks/train_command.py --json FILE [--shape qwen2.5-7b] [--checkpoint DIR]
+                                       [--engine PLANS.json]
+
+With --engine the engine's step is the one of plans.py, measured there on the same machine just
+before: the same job, after fewer steps of warm-up.
 
 Without --data the sources of Python's standard library are the text. With --checkpoint the model is
 written there first if it is not, and what the page cache has of it is dropped: the command then
@@ -49,8 +53,9 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--checkpoint", type=Path, help="load the model from there")
+    parser.add_argument("--engine", type=Path, help="what plans.py wrote, with a row of the shape")
     arguments = parser.parse_args()
-    engine = run_engine(arguments)
+    engine = engine_of(arguments.engine, arguments) if arguments.engine else run_engine(arguments)
     disk = []
     with tempfile.TemporaryDirectory() as folder:
         if arguments.checkpoint:
@@ -94,6 +99,17 @@ def run_engine(arguments: Any) -> dict[str, Any]:
     if isinstance(row, BenchFailure):
         raise SystemExit(f"the engine failed: {row.failed}")
     return {"step_s": row.step_s, "all_step_s": row.all_step_s, "tflops": row.tflops}
+
+
+def engine_of(file: Path, arguments: Any) -> dict[str, Any]:
+    """Return the row of plans.py that ran the same job, by a plan for the whole machine."""
+    rows = json.loads(file.read_text())["rows"]
+    name = arguments.shape.removeprefix("qwen2.5-")
+    row = next(row for row in rows if row["setting"] == name and "step_s" in row)
+    tokens = round(row["tokens_per_s"] * row["step_s"])
+    if tokens != arguments.sequences * arguments.seq_len:
+        raise SystemExit(f"{file}: {name} has {tokens} tokens a step")
+    return {key: row[key] for key in ("step_s", "all_step_s", "tflops")}
 
 
 def run_command(arguments: Any, folder: Path) -> dict[str, Any]:
