@@ -197,7 +197,7 @@ class DiskUpdater:
             self._write_back(staged)
         done = [staged.update.done for staged in held]
         with contextlib.suppress(LaneError):  # closed
-            self._all_written.submit(lambda: self._rest.written(), after=done)
+            self._all_written.submit(self._rest.written, after=done)
 
     def _give_up(self, ahead: deque[_Staged], upcoming: _Pushed | None) -> None:
         error = OutcoreError("the optimizer was closed before this update")
