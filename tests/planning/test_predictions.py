@@ -240,9 +240,10 @@ def test_kept_activations_are_those_that_autograd_saved(row: dict[str, Any]) -> 
     assert kept == pytest.approx(booked, rel=1e-6)
 
 
-def test_adapters_over_a_packed_base() -> None:
+@pytest.mark.parametrize("day", ["2026-11-16", "2026-11-18"])
+def test_adapters_over_a_packed_base(day: str) -> None:
     """The whole of Qwen2.5-72B in 4 bit, with adapters of rank 16 and 24 GiB of the device."""
-    measured = json.loads((RESULTS / "2026-11-16-h200-lora-72b.json").read_text())
+    measured = json.loads((RESULTS / f"{day}-h200-lora-72b.json").read_text())
     config = pytest.importorskip("peft").LoraConfig(
         r=16, target_modules="all-linear", task_type="CAUSAL_LM"
     )
