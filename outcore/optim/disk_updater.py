@@ -45,6 +45,7 @@ class _Pushed:
     """An update, and how many of those that were pushed with it are left, itself among them."""
 
     update: ChunkUpdate
+    push: int  # a number for all that were pushed together
     num_left: int
 
 
@@ -53,8 +54,8 @@ class _Staged:
     """An update whose tensors are on their way from disk."""
 
     update: ChunkUpdate
-    num_left: int
-    is_guest: bool  # in memory that is lent to it
+    push: int
+    guest: Guest | None  # memory that is lent to it, instead of staging
     piece: int
     tensors: list[Tensor]  # UnitState.tensors() cut to the chunk; those on disk are in staging
     fetched: list[Fetched]
@@ -78,6 +79,7 @@ class DiskUpdater:
         self._held: list[_Staged] = []  # updated in memory that is lent, and not written yet
         self._borrows = False  # for the rest of what was pushed together
         self._rest = RestOfDisk()
+        self._num_pushes = 0
         # They only wait: for weights to be on disk, and for all of an update.
         self._weights_written = Lane("disk-weights-written")
         self._all_written = Lane("disk-all-written")
@@ -89,9 +91,12 @@ class DiskUpdater:
 
     def push(self, updates: Sequence[ChunkUpdate]) -> None:
         self._rest.end()
+        self._num_pushes += 1
         for i, update in enumerate(updates):
             self._last[update.chunk.key] = update.done
-            self._queue.put(_Pushed(update=update, num_left=len(updates) - i))
+            self._queue.put(
+                _Pushed(update=update, push=self._num_pushes, num_left=len(updates) - i)
+            )
 
     def synchronize(self) -> None:
         """Wait until every update that was pushed is on disk."""
@@ -136,7 +141,7 @@ class DiskUpdater:
 
     def _may_follow(self, upcoming: _Pushed, ahead: deque[_Staged]) -> bool:
         """Whether an update may be read for while others are not done."""
-        if self._borrows and upcoming.num_left >= ahead[-1].num_left:
+        if self._borrows and upcoming.push != ahead[-1].push:
             return False  # of the next step: what is held must be on its way to the disk before
         # Two updates of one chunk keep their order.
         return all(staged.update.chunk.key != upcoming.update.chunk.key for staged in ahead)
@@ -166,8 +171,8 @@ class DiskUpdater:
             raise
         return _Staged(
             update=update,
-            num_left=pushed.num_left,
-            is_guest=guest is not None,
+            push=pushed.push,
+            guest=guest,
             piece=piece,
             # A piece of weights may have frozen ones behind.
             tensors=update.state.format.cut(tensors, 0, chunk.numel),
@@ -183,7 +188,8 @@ class DiskUpdater:
             return None
         (tensors,) = files
         each = disk_tensors.staged_bytes(tensors)
-        room = min(self._spare.free_bytes(), self._rest.limit_bytes)
+        # One at least: what the disk can do is learned from what it does.
+        room = min(self._spare.free_bytes(), max(self._rest.limit_bytes, each))
         self._borrows = self._borrows or pushed.num_left * each <= room
         return self._spare.lend(each) if self._borrows else None
 
@@ -228,7 +234,7 @@ class DiskUpdater:
             return
         update.gradient_read(None)
         self.num_updated += update.chunk.numel
-        if staged.is_guest:
+        if staged.guest is not None:
             update.weight_ready.mark_issued()
             self._held.append(staged)
         else:
@@ -239,6 +245,8 @@ class DiskUpdater:
             self._submit_writes(staged)
         except BaseException as error:  # the lanes were closed: this thread must not end here
             staged.update.fail(error)
+            if staged.guest is not None:
+                staged.guest.free.mark_issued()
 
     def _submit_writes(self, staged: _Staged) -> None:
         update, chunk, weight = staged.update, staged.update.chunk, staged.tensors[0]

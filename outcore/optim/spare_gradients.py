@@ -34,7 +34,13 @@ class _Home:
     start: int
     end: int
     is_taken: bool = False  # by a gradient that is there or on its way
+    arriving: Fence | None = None  # the last copy to it, also of a gradient that was dropped
     num_unread: int = 0  # updates of it that are queued, maybe of two steps
+
+    @property
+    def is_free(self) -> bool:
+        is_copied = self.arriving is None or self.arriving.is_done
+        return is_copied and not self.is_taken and self.num_unread == 0
 
 
 class SpareGradients:
@@ -78,6 +84,12 @@ class SpareGradients:
                 for start, end, guest in self._lent
                 if start < home.end and home.start < end
             ]
+
+    def is_on_its_way(self, unit: Unit, arrived: Fence) -> None:
+        """Say behind what the gradient that comes is there: it is copied even if it is dropped."""
+        with self._lock:
+            if unit.index in self._homes:
+                self._homes[unit.index].arriving = arrived
 
     def will_be_read(self, unit: Unit) -> None:
         """Say that an update of a part of the unit's gradient is about to be queued."""
@@ -128,7 +140,7 @@ class SpareGradients:
     def _free_end(self) -> int:
         end = 0
         for home in self._homes.values():  # in the order of their updates
-            if home.is_taken or home.num_unread:
+            if not home.is_free:
                 break
             end = home.end
         return end

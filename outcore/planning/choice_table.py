@@ -305,7 +305,8 @@ class ChoiceTable:
             state = (trained[n] - trained[n - ds]) * sizes.state
             both_ways_bytes_s = costs.machine.disk_both_ways_bytes_s
             # What is written while the backward runs is read alone.
-            holds = self._gradients_wait and (dw == 0) & (w < n)
+            last = int(np.searchsorted(trained, trained[n])) - 1  # block that is trained
+            holds = self._gradients_wait and (last >= w) & (last < n - dw)
             alone = state * held_share(costs) * holds
             read = (state - alone) / both_ways_bytes_s
             read += alone / max(costs.machine.disk_read_bytes_s, both_ways_bytes_s)

@@ -56,7 +56,8 @@ class HeldWrites:
     def holds(self, numel: float) -> bool:
         """Say that so many elements come next; whether their write is held back."""
         self._done += numel
-        return self._done - numel >= self._first_held
+        # Where nothing is held, what rounding has left of a piece is not, either.
+        return self._first_held < self._total and self._done - numel >= self._first_held
 
     def hold(self, unit: int, num_bytes: float) -> None:
         self._held.append((unit, num_bytes))

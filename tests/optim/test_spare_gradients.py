@@ -18,7 +18,7 @@ import outcore
 from outcore.errors import LaneError
 from outcore.optim.spare_gradients import SpareGradients
 from outcore.store import disk_calls
-from outcore.stream.lanes import injected_delays
+from outcore.stream.lanes import Fence, injected_delays
 from outcore.stream.staging import Guest
 
 PAGE_BYTES = 4096
@@ -83,6 +83,18 @@ def test_two_steps_may_be_queued() -> None:
     assert spare.free_bytes() == 0
     spare.was_read(some[0])
     assert spare.free_bytes() == PAGE_BYTES
+
+
+def test_memory_that_a_dropped_gradient_is_still_copied_to_is_not_lent() -> None:
+    some, copied = units(1, 1024), Fence()
+    spare = spare_of(some)
+    spare.comes(some[0])
+    spare.is_on_its_way(some[0], copied)
+    spare.cleared()
+    spare.cleared()
+    assert spare.lend(PAGE_BYTES) is None
+    copied.mark_issued()
+    assert spare.lend(PAGE_BYTES) is not None
 
 
 def test_a_gradient_waits_for_those_who_have_its_memory() -> None:

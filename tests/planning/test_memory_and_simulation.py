@@ -292,3 +292,16 @@ def test_a_disk_writes_while_the_backward_runs() -> None:
     saved_s = without.prediction.step_s - plan.prediction.step_s
     assert 0.3 * backward_s < saved_s < backward_s
     assert plan.prediction.busy_s["disk read"] < without.prediction.busy_s["disk read"]
+
+
+@pytest.mark.parametrize("num_parameters", [400e6, 500e6, 650e6])
+def test_a_disk_of_which_no_writing_is_known_holds_nothing(num_parameters: float) -> None:
+    """Pieces are fractions: what rounding leaves of the last one is held no more than the rest."""
+    spec, machine = model_spec("qwen2.5-3b"), replace(H200, disk_write_bytes_s=0.0)
+    block = replace(spec.blocks[0], trainable_numel=int(num_parameters))
+    spec = replace(spec, blocks=(block,) * 12)
+    job = replace(JOB, clipping="waiting")
+    for last in range(1, 13):
+        choice = Choice(last_disk_state=last, edge_state=0)
+        placement = choice.placement(len(spec.blocks), 4)
+        assert plan_of(spec, machine, job, placement).prediction.step_s > 0
