@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
 from outcore.errors import LaneError
+from outcore.optim import disk_updater
 from outcore.optim.spare_gradients import SpareGradients
 from outcore.store import disk_calls
+from outcore.stream import lanes
 from outcore.stream.lanes import Fence, injected_delays
 from outcore.stream.staging import Guest
 
@@ -239,6 +243,41 @@ def test_any_order_of_calls(disk: Path, seed: int) -> None:
         return losses
 
     assert_same(disk, act)
+
+
+def test_a_dropped_gradient_that_comes_late_lands_in_no_state(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward that skips blocks does not wait for their updates, which still borrow memory."""
+    is_copying_slowly = False
+
+    def delay(_: Any = None) -> None:
+        match threading.current_thread().name:
+            case "outcore-copy-out":
+                time.sleep(0.35 * is_copying_slowly)
+            case "outcore-disk-adamw":
+                time.sleep(0.03)
+            case "outcore-disk-writes":
+                time.sleep(0.05)
+
+    def act(model: Any, optimizer: outcore.AdamW) -> list[float]:
+        nonlocal is_copying_slowly
+        losses = [backward(model, 1)]
+        optimizer.step()
+        optimizer.zero_grad()
+        is_copying_slowly, model.config.num_hidden_layers = True, 1
+        losses.append(backward(model, 2))
+        optimizer.zero_grad()
+        is_copying_slowly, model.config.num_hidden_layers = False, 20
+        outcore.synchronize(model)
+        losses.append(backward(model, 3))
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses
+
+    for module in (lanes, disk_updater):
+        monkeypatch.setattr(module, "injected_delay", delay)
+    assert assert_same(disk, act) > 0
 
 
 def test_a_write_that_fails_is_told_and_gives_the_memory_back(
