@@ -112,7 +112,7 @@ class Raw:
                 os.preadv(self._fd, [buffer], number * REQUEST_BYTES)
                 os.pwritev(self._fd, [buffer], number * REQUEST_BYTES)
 
-        # Half of the threads read while the others write, as in the two lanes of state.
+        # Half of the threads read while the others write, as the lanes of state do.
         threads = [threading.Thread(target=work) for _ in range(2 * NUM_THREADS)]
         for thread in threads:
             thread.start()

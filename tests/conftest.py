@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +34,15 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A directory for scratch files, in which none is left."""
+    path = tmp_path / "scratch"
+    path.mkdir()
+    yield path
+    assert list(path.iterdir()) == [], "scratch files are left behind"
 
 
 @pytest.fixture

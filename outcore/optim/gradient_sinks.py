@@ -105,7 +105,7 @@ class WaitingSink:
             label=f"gradient {unit.name}",
         )
         if self.spare is not None:
-            self.spare.is_on_its_way(unit, fence)
+            self.spare.arrives_behind(unit, fence)
         self._fences.setdefault(unit.index, {})[start] = fence
         for chunk in self._chunks[unit.index]:
             is_free = chunk.delivery == start and all(f.is_issued for f in unit.pending)

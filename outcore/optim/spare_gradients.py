@@ -85,11 +85,11 @@ class SpareGradients:
                 if start < home.end and home.start < end
             ]
 
-    def is_on_its_way(self, unit: Unit, arrived: Fence) -> None:
+    def arrives_behind(self, unit: Unit, fence: Fence) -> None:
         """Say behind what the gradient that comes is there: it is copied even if it is dropped."""
         with self._lock:
             if unit.index in self._homes:
-                self._homes[unit.index].arriving = arrived
+                self._homes[unit.index].arriving = fence
 
     def will_be_read(self, unit: Unit) -> None:
         """Say that an update of a part of the unit's gradient is about to be queued."""

@@ -71,7 +71,8 @@ class UpdateLanes:
         self._held: HeldWrites | None = None
         on_disk = [i for i, tier in enumerate(self.tiers) if tier == "disk" and self.sizes[i]]
         if gradients_wait and on_disk and self.weights[on_disk[-1]] == "host":
-            numels = [size if i in on_disk else 0 for i, size in enumerate(self.sizes)]
+            pairs = zip(self.tiers, self.sizes, strict=True)
+            numels = [size if tier == "disk" else 0 for tier, size in pairs]
             self._held = HeldWrites(
                 clock,
                 costs,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,6 @@ from outcore.stream.lanes import injected_delays
 from outcore.stream.unit import Unit
 
 BOTH = {"weights": "disk", "state": "disk"}
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "scratch"
-    path.mkdir()
-    yield path
-    assert list(path.iterdir()) == [], "scratch files are left behind"
 
 
 def make(disk: Path | None, **options: Any) -> Any:

@@ -6,7 +6,7 @@ import errno
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,7 +93,7 @@ def test_memory_that_a_dropped_gradient_is_still_copied_to_is_not_lent() -> None
     some, copied = units(1, 1024), Fence()
     spare = spare_of(some)
     spare.comes(some[0])
-    spare.is_on_its_way(some[0], copied)
+    spare.arrives_behind(some[0], copied)
     spare.cleared()
     spare.cleared()
     assert spare.lend(PAGE_BYTES) is None
@@ -133,14 +133,6 @@ def test_memory_is_lent_again_when_all_of_it_is_back() -> None:
 
 
 # --- training -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "scratch"
-    path.mkdir()
-    yield path
-    assert list(path.iterdir()) == [], "scratch files are left behind"
 
 
 def make(**options: Any) -> tuple[Any, outcore.AdamW]:
@@ -243,6 +235,17 @@ def test_any_order_of_calls(disk: Path, seed: int) -> None:
         return losses
 
     assert_same(disk, act)
+
+
+def test_after_steps_without_time_some_is_held_again(disk: Path) -> None:
+    model, optimizer = make(disk=str(disk), weights="host", state="disk")
+    rest = outcore.engine_of(model).backend._updaters._disk._rest
+    rest.limit_bytes = 0
+    with injected_delays(0.002, seed=1):
+        plain_steps(model, optimizer)
+        outcore.synchronize(model)
+    assert num_lent(model) > 0
+    outcore.release(model)
 
 
 def test_a_dropped_gradient_that_comes_late_lands_in_no_state(

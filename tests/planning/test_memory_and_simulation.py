@@ -305,3 +305,16 @@ def test_a_disk_of_which_no_writing_is_known_holds_nothing(num_parameters: float
         choice = Choice(last_disk_state=last, edge_state=0)
         placement = choice.placement(len(spec.blocks), 4)
         assert plan_of(spec, machine, job, placement).prediction.step_s > 0
+
+
+def test_the_bound_of_frozen_last_blocks_on_disk() -> None:
+    """The last block that is trained decides what is held, not the last one."""
+    spec, job = model_spec("qwen2.5-3b"), replace(JOB, clipping="waiting")
+    machine = replace(H200, disk_read_bytes_s=45e9, disk_both_ways_bytes_s=27e6)
+    trained = spec.blocks[0]
+    frozen = replace(trained, trainable_numel=0, trainable_parameters=0)
+    spec = replace(spec, blocks=(*[trained] * 7, frozen, frozen))
+    table = ChoiceTable(spec, machine, job, 4)
+    choice = Choice(last_disk_weights=2, last_disk_state=9, edge_state=0)
+    bound = table.least_s(Choices.of([choice]))[0]
+    assert bound <= table.simulate(choice).step_s * (1 + 1e-9)

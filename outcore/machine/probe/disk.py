@@ -36,7 +36,7 @@ from outcore.units import format_bytes
 from .report import DiskFigures
 from .sizes import ProbeSizes
 
-_NUM_THREADS = 8  # requests in flight: as a scratch file has, four that read and four that write
+_NUM_THREADS = 8  # requests in flight: enough for what the twelve lanes of state get
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _MOST_OF_FREE = 4  # the file takes at most a fourth of what is free
 _FEWEST_BLOCKS = 2 * _NUM_THREADS  # that tell a rate
