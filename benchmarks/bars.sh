@@ -5,8 +5,8 @@
 #   benchmarks/bars.sh exact FOLDER DISK   state on disk; 3B; the same bits in every placement
 #   benchmarks/bars.sh train FOLDER DISK   7B beside native, and by outcore train; 14B; the longest
 #                                          sequence within 24 GiB
-#   benchmarks/bars.sh tiers FOLDER DISK   72B in three tiers; 32B; steps while a checkpoint is written
-#   benchmarks/bars.sh lora FOLDER DISK    LoRA on 72B; loading
+#   benchmarks/bars.sh tiers FOLDER DISK   72B in three tiers; 32B
+#   benchmarks/bars.sh lora FOLDER DISK    LoRA on 72B; loading; steps while a checkpoint is written
 #
 # A machine that was not probed yet is, before the first figure. Outcore is that of this checkout; its
 # kernels are built where they are not.
@@ -85,12 +85,12 @@ train)
 tiers)
   run 72b plans 72b 72b-minimal-clip
   run 32b plans 32b 32b-compact
-  run checkpoint checkpoint
   ;;
 lora)
   run lora python3 benchmarks/lora_72b.py --steps 5 --warmup-steps 3 --json "$folder/lora-72b.json"
   run loading python3 benchmarks/loading.py --shape qwen2.5-7b --directory "$disk/checkpoint" \
     --json "$folder/loading-7b.json"
+  run checkpoint checkpoint
   ;;
 *)
   echo "no part is called $part"
