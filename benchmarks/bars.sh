@@ -2,20 +2,22 @@
 # Every figure that Outcore is held to on a GPU, of one build on one machine, in parts of less than
 # ten minutes each on an H200:
 #
-#   benchmarks/bars.sh exact FOLDER DISK   state on disk; 3B; the same bits in every placement
-#   benchmarks/bars.sh train FOLDER DISK   7B beside native, and by outcore train; 14B; the longest
-#                                          sequence within 24 GiB
-#   benchmarks/bars.sh tiers FOLDER DISK   72B in three tiers; 32B
-#   benchmarks/bars.sh lora FOLDER DISK    LoRA on 72B; loading; steps while a checkpoint is written
+#   benchmarks/bars.sh exact FOLDER DISK     state on disk; 3B; the same bits in every placement
+#   benchmarks/bars.sh train FOLDER DISK     7B beside native, and by outcore train; 14B; the longest
+#                                            sequence within 24 GiB
+#   benchmarks/bars.sh loading FOLDER DISK   a 7B checkpoint into its homes
+#   benchmarks/bars.sh tiers FOLDER DISK     72B in three tiers; 32B
+#   benchmarks/bars.sh lora FOLDER DISK      LoRA on 72B; steps while a checkpoint is written
 #
-# A machine that was not probed yet is, before the first figure. Outcore is that of this checkout; its
-# kernels are built where they are not.
+# Several parts, with commas between them, run one after the other (all of them: 29 minutes) by one
+# probe, before the first figure. Outcore is that of this checkout; its kernels are built where they
+# are not.
 # Raw figures go to FOLDER, scratch files and checkpoints to DISK (64 GB). It goes on where something
 # fails; the last lines say what took how long, and the exit status how many failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-part=${1:?which part} folder=${2:?where raw figures go} disk=${3:?where scratch files go}
+parts=${1:?which parts} folder=${2:?where raw figures go} disk=${3:?where scratch files go}
 export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=passive PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$folder" "$disk"
 has_kernels() {
@@ -35,11 +37,12 @@ run() {
     num_failed=$((num_failed + 1))
   fi
   times+=("$(printf '%-16s %-6s %4d s' "$name" "$result" $((SECONDS - start)))")
+  echo "${times[-1]}"
 }
 
 outcore() { python3 -m outcore "$@"; }
 plans() { python3 benchmarks/plans.py --json "$folder/plans-$1.json" --disk "$disk" --limit 400 --only "$2"; }
-probe() { outcore probe --disk "$disk" --json "$folder/probe-$part.json"; }
+probe() { outcore probe --disk "$disk" --json "$folder/probe-${parts//,/-}.json"; }
 verify() {
   local name=$1
   shift
@@ -50,7 +53,8 @@ verify() {
 # Nothing here is timed: every placement and the tests of the kernels, beside each other.
 exactness() {
   local jobs=() job failed=0
-  verify both --only both & jobs+=($!)
+  verify kept --only recomputed --only kept --only inputs --only visiting & jobs+=($!)
+  verify slots --only slot --only "both, random" & jobs+=($!)
   verify disk --only disk & jobs+=($!)
   verify mixed --only streamed --only "state on host" --only mixed --only tiers & jobs+=($!)
   for room in kernels store engine; do
@@ -68,35 +72,41 @@ checkpoint() {
     --rounds 2 --folder "$disk" >"$folder/checkpoint.json"
 }
 
-case $part in
-exact | train | tiers | lora) run probe probe ;;&
-exact)
-  run state-on-disk plans disk 3b-disk-wait
-  run 3b plans 3b 3b
-  run exactness exactness
-  ;;
-train)
-  run 7b plans 7b 7b,7b-native
-  run train python3 benchmarks/train_command.py --checkpoint "$disk/checkpoint" \
-    --engine "$folder/plans-7b.json" --json "$folder/train-command.json"
-  rm -rf "$disk/checkpoint"
-  run plans plans large 14b,8b-long-clip
-  ;;
-tiers)
-  run 72b plans 72b 72b-minimal-clip
-  run 32b plans 32b 32b-compact
-  ;;
-lora)
-  run lora python3 benchmarks/lora_72b.py --steps 5 --warmup-steps 3 --json "$folder/lora-72b.json"
-  run loading python3 benchmarks/loading.py --shape qwen2.5-7b --directory "$disk/checkpoint" \
-    --json "$folder/loading-7b.json"
-  run checkpoint checkpoint
-  ;;
-*)
-  echo "no part is called $part"
-  exit 2
-  ;;
-esac
+run_part() {
+  case $1 in
+  exact)
+    run state-on-disk plans disk 3b-disk-wait
+    run 3b plans 3b 3b
+    run exactness exactness
+    ;;
+  train)
+    run 7b plans 7b 7b,7b-native
+    run train python3 benchmarks/train_command.py --checkpoint "$disk/checkpoint" \
+      --engine "$folder/plans-7b.json" --json "$folder/train-command.json"
+    run plans plans large 14b,8b-long-clip
+    ;;
+  loading)
+    run loading python3 benchmarks/loading.py --shape qwen2.5-7b --directory "$disk/checkpoint" \
+      --repeats 2 --json "$folder/loading-7b.json"
+    ;;
+  tiers)
+    rm -rf "$disk/checkpoint" # 72B takes all the room that there is
+    run 72b plans 72b 72b-minimal-clip
+    run 32b plans 32b 32b-compact
+    ;;
+  lora)
+    run lora python3 benchmarks/lora_72b.py --steps 5 --warmup-steps 3 --json "$folder/lora-72b.json"
+    run checkpoint checkpoint
+    ;;
+  *)
+    echo "no part is called $1"
+    exit 2
+    ;;
+  esac
+}
+
+run probe probe
+for part in ${parts//,/ }; do run_part "$part"; done
 
 printf '%s\n' "${times[@]}"
 exit "$num_failed"

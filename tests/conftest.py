@@ -17,6 +17,10 @@ from hypothesis import settings
 settings.register_profile("same_examples", derandomize=True)
 settings.load_profile("same_examples")
 
+# Shells start what runs in the background with Ctrl-C ignored; so would be what tests start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():

@@ -300,16 +300,15 @@ class ChoiceTable:
             fetched = 2 * (weights[n] - weights[w]) - c.num_slots * self._largest_after[w]
             moved = np.maximum(0.0, fetched) + c.offloads_inputs * self._inputs[n - c.last_kept]
             lanes.append(self._num_passes * moved / costs.machine.to_device_bytes_s)
-        if costs.machine.disk_read_bytes_s and costs.machine.disk_both_ways_bytes_s:
+        if costs.machine.disk_read_bytes_s and costs.disk_update_bytes_s:
             disk_weights = weights[n] - weights[n - dw]
             state = (trained[n] - trained[n - ds]) * sizes.state
-            both_ways_bytes_s = costs.machine.disk_both_ways_bytes_s
             # What is written while the backward runs is read alone.
             last = int(np.searchsorted(trained, trained[n])) - 1  # block that is trained
             holds = self._gradients_wait and (last >= w) & (last < n - dw)
             alone = state * held_share(costs) * holds
-            read = (state - alone) / both_ways_bytes_s
-            read += alone / max(costs.machine.disk_read_bytes_s, both_ways_bytes_s)
+            read = (state - alone) / costs.disk_update_bytes_s
+            read += alone / max(costs.machine.disk_read_bytes_s, costs.disk_update_bytes_s)
             # The forward's last blocks are still in their slots when the backward begins.
             again = np.maximum(0.0, disk_weights - c.num_slots * self._largest_after[n - dw])
             fetched = self._num_passes * (disk_weights + again)
@@ -317,7 +316,8 @@ class ChoiceTable:
             # What has not passed through staging, or the ring, holds up the forward or backward.
             staged = float(self.memory.units.staged_numel + 2 * self._disk_piece)
             held = staged if self._gradients_wait else staged + self._disk_ring
-            written = np.maximum(0.0, state - alone - held * sizes.moved) / both_ways_bytes_s
+            through = np.maximum(0.0, state - alone - held * sizes.moved)
+            written = through / costs.disk_update_bytes_s
             if self._gradients_wait:
                 lanes.append(np.maximum(read, written) + costs.head_s + backward)
             else:

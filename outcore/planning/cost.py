@@ -31,6 +31,7 @@ LAUNCH_S = 60e-6  # between two micro-batches of a block
 CLIPPING_S = 0.01  # reading the norm back, and the first launches after it; else no device waits
 COPY_LATENCY_S = 20e-6
 DISK_LATENCY_S = 1e-3
+DISK_UPDATE_SHARE = 0.96  # of reads and writes that only stream; here updates are between them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,7 @@ class Costs:
         self.machine = machine
         self.tokens = job.sequences * job.seq_len
         self.bytes = StateBytes.of(job)
+        self.disk_update_bytes_s = machine.disk_both_ways_bytes_s * DISK_UPDATE_SHARE
         self._job = job
         self._spec = spec
         self._beside_updates = 0 if machine.is_unified else self._linked_beside_updates(job)
@@ -163,7 +165,7 @@ class Costs:
 
     def disk_update_s(self, num_bytes: float) -> float:
         """Reading state, or writing it back: each runs beside the other."""
-        return num_bytes / self.machine.disk_both_ways_bytes_s + DISK_LATENCY_S
+        return num_bytes / self.disk_update_bytes_s + DISK_LATENCY_S
 
 
 def input_bytes(block: BlockSpec, job: Job) -> int:

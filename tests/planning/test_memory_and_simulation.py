@@ -17,7 +17,7 @@ from outcore.model_spec import ModelSpec, model_spec
 from outcore.planning import held_writes
 from outcore.planning.choice_table import ChoiceTable
 from outcore.planning.choices import TIERS, Choice, Choices
-from outcore.planning.cost import Costs
+from outcore.planning.cost import DISK_UPDATE_SHARE, Costs
 from outcore.planning.loss_chunks import chunk_rows
 from outcore.planning.memory import budgets_of, totals
 from outcore.planning.micro_batch import pick_micro_batch
@@ -157,7 +157,7 @@ def test_state_on_disk_moves_at_the_disks_pace() -> None:
     on_disk = plan.peak_bytes["disk"]["optimizer state"]
     assert written <= on_disk <= written + 36 * 3 * 4096  # each tensor ends its last page
     assert plan.prediction.busy_s["disk write"] == pytest.approx(
-        written / H200.disk_both_ways_bytes_s, rel=0.02
+        written / (DISK_UPDATE_SHARE * H200.disk_both_ways_bytes_s), rel=0.02
     )
     assert plan.prediction.step_s >= plan.prediction.busy_s["disk write"]
     assert plan.prediction.binding_lane in ("disk read", "disk write")
