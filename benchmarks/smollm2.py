@@ -1,7 +1,9 @@
 """A real pretrained model learns what it cannot do: Outcore beside plain PyTorch.
 
-SmolLM2-135M-Instruct is asked for sums of two numbers of three digits, in its own chat format,
-before and after fine-tuning; the sums asked for are never in the training data. Outcore trains it
+SmolLM2-135M-Instruct is asked for sums of two numbers, in its own chat format, before and after
+fine-tuning; the sums asked for are never in the training data, whose chats have several turns.
+Where answers are still learned, two runs differ by a point through rounding alone: compare them
+where they are (two digits; three take some thousand steps of 256 tokens). Outcore trains it
 with `outcore train` under a device budget of a quarter of its training bytes, plain PyTorch with
 everything in memory, on the same batches with the same learning rates. The same code judges both,
 on the directories that were written.
@@ -36,7 +38,8 @@ from outcore.train.run import train
 from outcore.train.schedule import LearningRate, warmup_steps
 from outcore.train.settings import TrainSettings
 
-NUM_TRAINING, NUM_HELD_OUT = 20_000, 1_000
+NUM_TRAINING, NUM_HELD_OUT = 20_000, 1_000  # problems, at most
+SEQ_LEN, NUM_TURNS = 256, 8  # chats that fill a sequence
 TRAINING_BYTES_PER_PARAMETER = 16
 
 
@@ -48,6 +51,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--tokens-per-step", type=int, default=8192)
     parser.add_argument("--held-out", type=int, default=NUM_HELD_OUT)
+    parser.add_argument("--digits", type=int, default=2, help="of the numbers that are added")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         figures = compare(Path(folder), arguments)
@@ -55,6 +59,8 @@ def main() -> None:
         "machine": machine_facts(),
         "steps": arguments.steps,
         "tokens_per_step": arguments.tokens_per_step,
+        "digits": arguments.digits,
+        "held_out": arguments.held_out,
         **figures,
     }
     arguments.json.write_text(json.dumps(report, indent=1) + "\n")
@@ -64,9 +70,11 @@ def main() -> None:
 
 def compare(folder: Path, arguments: Any) -> dict[str, Any]:
     base = write_model(folder / "base", arguments.gguf)
-    problems = make_problems(arguments.held_out)
-    held_out, data = problems[: arguments.held_out], folder / "sums.jsonl"
-    data.write_text("".join(json.dumps(row(*p)) + "\n" for p in problems[arguments.held_out :]))
+    problems = make_problems(arguments.held_out, arguments.digits)
+    held_out, learned = problems[: arguments.held_out], problems[arguments.held_out :]
+    chats = [learned[i : i + NUM_TURNS] for i in range(0, len(learned), NUM_TURNS)]
+    data = folder / "sums.jsonl"
+    data.write_text("".join(json.dumps({"messages": chat(some)}) + "\n" for some in chats))
     model = AutoModelForCausalLM.from_pretrained(base)
     training_bytes = TRAINING_BYTES_PER_PARAMETER * model.num_parameters()
     settings = TrainSettings(
@@ -76,7 +84,7 @@ def compare(folder: Path, arguments: Any) -> dict[str, Any]:
         cache_dir=str(folder / "tokens"),
         max_steps=arguments.steps,
         tokens_per_step=arguments.tokens_per_step,
-        seq_len=256,
+        seq_len=SEQ_LEN,
         lr=2e-4,
         warmup=20,
         device=arguments.device,
@@ -125,21 +133,21 @@ def write_model(folder: Path, gguf: Path | None) -> Path:
     return folder
 
 
-def make_problems(num_held_out: int) -> list[tuple[int, int]]:
-    chosen = random.Random(0)
-    problems: set[tuple[int, int]] = set()
-    while len(problems) < NUM_TRAINING + num_held_out:
-        problems.add((chosen.randrange(100, 1000), chosen.randrange(100, 1000)))
-    return chosen.sample(sorted(problems), len(problems))
+def make_problems(num_held_out: int, digits: int) -> list[tuple[int, int]]:
+    """Return different problems, in no order: those that are held out, and then the others."""
+    numbers = range(10 ** (digits - 1), 10**digits)
+    chosen, num_problems = random.Random(0), min(NUM_TRAINING + num_held_out, len(numbers) ** 2)
+    some = chosen.sample(range(len(numbers) ** 2), num_problems)
+    return [(numbers[i // len(numbers)], numbers[i % len(numbers)]) for i in some]
 
 
-def row(a: int, b: int) -> dict[str, Any]:
-    return {
-        "messages": [
-            {"role": "user", "content": f"What is {a} + {b}?"},
-            {"role": "assistant", "content": str(a + b)},
-        ]
-    }
+def chat(problems: list[tuple[int, int]]) -> list[dict[str, str]]:
+    """Return a chat that asks for each sum and answers it."""
+    turns = []
+    for a, b in problems:
+        turns.append({"role": "user", "content": f"What is {a} + {b}?"})
+        turns.append({"role": "assistant", "content": str(a + b)})
+    return turns
 
 
 def train_plainly(settings: TrainSettings) -> float:
@@ -191,7 +199,7 @@ def exact_match(directory: Path, problems: list[tuple[int, int]], device: str) -
     for start in range(0, len(problems), 250):
         some = problems[start : start + 250]
         asked = tokenizer.apply_chat_template(
-            [row(a, b)["messages"][:1] for a, b in some],
+            [chat([problem])[:1] for problem in some],
             add_generation_prompt=True,
             return_tensors="pt",
             return_dict=True,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +18,11 @@ from outcore.bench.peers.causal_lm import bench_device, random_batch
 from outcore.bench.peers.measure import forget_building, make_result, synchronize, time_steps
 from outcore.kernels import host_isa
 from outcore.planning.plan_json import plan_to_dict
-from outcore.planning.side_by_side import Measurement, side_by_side
+from outcore.planning.side_by_side import Measurement, busy_s, side_by_side
 from outcore.shapes import config_from_dict
+from outcore.timeline import Span
+
+MOST_RESTS = 12  # of a lane, that are noted
 
 
 def run(job: BenchJob) -> BenchResult:
@@ -81,7 +86,9 @@ def _measure(
         synchronize()
 
     forget_building()
-    times = time_steps(job, step, drain=drain)
+    with outcore.record(model) if job.records else contextlib.nullcontext() as recorded:
+        times = time_steps(job, step, drain=drain)
+    spans = () if recorded is None else recorded.measurement().spans
     engine = outcore.engine_of(model)
     notes: dict[str, Any] = {
         "optimizer_state": f"{engine.options.state_format.name}, "
@@ -104,6 +111,7 @@ def _measure(
         "device_purposes_bytes": engine.device_ledger.peaks(),
         "host_purposes_bytes": engine.host_ledger.peaks(),
         "losses": [float(loss) for loss in losses],
+        "lanes": use_of_lanes(spans),
     }
     if engine.plan is not None:
         notes["plan"] = plan_to_dict(
@@ -115,8 +123,35 @@ def _measure(
                 engine.plan,
                 Measurement(
                     step_s=times.headline_s,
+                    spans=spans,
                     peak_bytes={tier.tier: tier.peak_bytes for tier in engine.report()},
                 ),
             )
         }
     return make_result("outcore", job, times, float(losses[-1]), notes)
+
+
+def use_of_lanes(spans: Sequence[Span]) -> dict[str, dict[str, Any]]:
+    """Return how long each lane worked, on how much at a time, and when it rested the longest."""
+    by_lane: dict[str, list[Span]] = {}
+    for span in sorted(spans, key=lambda span: span.start_s):
+        by_lane.setdefault(span.lane, []).append(span)
+    busy = busy_s(spans)
+    return {
+        lane: {
+            "busy_s": busy[lane],
+            "at_a_time": sum(span.end_s - span.start_s for span in pieces) / (busy[lane] or 1.0),
+            "rests_s": _rests(pieces),
+        }
+        for lane, pieces in by_lane.items()
+    }
+
+
+def _rests(pieces: Iterable[Span]) -> list[tuple[float, float]]:
+    """Return the longest pauses between pieces of work, each by its start and length."""
+    rests, end_s = [], 0.0
+    for span in pieces:
+        if span.start_s > end_s:
+            rests.append((end_s, span.start_s - end_s))
+        end_s = max(end_s, span.end_s)
+    return sorted(sorted(rests, key=lambda rest: -rest[1])[:MOST_RESTS])

@@ -57,9 +57,12 @@ class UpdateLanes:
         self._largest_piece = float(units.largest_piece)
         self._staged_numel = units.staged_numel
         # Pieces of a third of a block are fine enough, also where the ring holds less than a block.
+        # Through a disk it holds little, and the device is held up by what has no place there; two
+        # pieces as they are played here are on their way all the same.
         is_on_disk = "disk" in (*self.tiers, *self.weights)
         num_buffers = num_ring_buffers(units.max_chunk, on_disk=is_on_disk)
-        self._ring_room = float(max(num_buffers * units.max_chunk, *self.sizes))
+        least = [2 * self._disk_piece(size) for size in self.sizes] if is_on_disk else self.sizes
+        self._ring_room = float(max(num_buffers * units.max_chunk, *least))
         self._piece = self._ring_room / 3
         self.held_up_by = TO_HOST  # the lane for which gradients wait on the device
         self._last_updater = HOST

@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from outcore.bench.job import BenchFailure, BenchJob, BenchResult
+from outcore.bench.outcore_run import use_of_lanes
 from outcore.bench.peers import PEERS, causal_lm, load_peer, peer_names, runner
 from outcore.bench.peers.roundpipe_peer import supported_config, with_current_names
 from outcore.bench.peers.runner import run_peer, run_peers
 from outcore.shapes import config_from_dict, shape_config, shape_dict
+from outcore.timeline import Span
 
 T = TypeVar("T")
 
@@ -78,11 +80,28 @@ def test_native_runs_in_its_process_and_learns() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would compile on the device")
-def test_outcore_leaves_no_scratch_file_behind(tmp_path: Path) -> None:
-    row = run_peer("outcore", tiny_job(outcore_options={"state": "disk", "disk": str(tmp_path)}))
+def test_outcore_leaves_no_scratch_file_behind_and_notes_what_its_lanes_did(tmp_path: Path) -> None:
+    options = {"state": "disk", "disk": str(tmp_path)}
+    row = run_peer("outcore", tiny_job(outcore_options=options, records=True))
     assert isinstance(row, BenchResult), row
     assert row.notes["elements_updated"]["disk"] > 0
+    for lane in ("disk read", "disk write", "host cores"):
+        assert 0 < row.notes["lanes"][lane]["busy_s"] < row.notes["mean_drained_step_s"] * 3
     assert list(tmp_path.iterdir()) == []
+
+
+def test_use_of_lanes_counts_what_overlaps_and_what_rests() -> None:
+    spans = [(0.5, 1.0), (0.75, 1.25), (4.25, 5.0), (5.0, 6.0), (6.5, 7.0)]
+    lanes = use_of_lanes(
+        [Span(lane="disk read", name="state", start_s=start, end_s=end) for start, end in spans]
+    )
+    assert lanes == {
+        "disk read": {
+            "busy_s": 3.0,
+            "at_a_time": pytest.approx(3.25 / 3),
+            "rests_s": [(0.0, 0.5), (1.25, 3.0), (6.0, 0.5)],
+        }
+    }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would compile on the device")
