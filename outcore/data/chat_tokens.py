@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from numpy.typing import NDArray
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -95,6 +95,12 @@ class ChatTokenizer:
                 chat_template=template,
                 **self._tokenizer.special_tokens_map,
             )
+        except TemplateSyntaxError as error:  # of every row
+            raise UnsupportedTemplate(
+                f"the chat template has a mistake in its line {error.lineno}: {error.message}. "
+                "Correct it in the tokenizer's directory (chat_template.jinja, or "
+                "tokenizer_config.json)"
+            ) from None
         except _REFUSALS:  # rows will tell
             return False
         return _ANY_WORD not in texts[0]

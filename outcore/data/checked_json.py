@@ -29,7 +29,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise RowFault(f"is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise RowFault(f"must be an object, not {_name_of(value)}")
+        raise RowFault(f"must be an object, not {name_of(value)}")
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_too_deep(value):
         raise RowFault(f"is nested more than {MAX_DEPTH} deep")
     return value
@@ -38,7 +38,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 def text_of(value: object, field: str) -> str:
     """Return ``value`` if it is text without NUL and without halves of characters."""
     if not isinstance(value, str):
-        raise RowFault(f"{field} must be text, not {_name_of(value)}")
+        raise RowFault(f"{field} must be text, not {name_of(value)}")
     if "\0" in value:
         raise RowFault(f"{field} holds a NUL character")
     if not value.isascii():
@@ -61,7 +61,7 @@ def checked_values(value: object, field: str) -> None:
         for inner in value:
             checked_values(inner, field)
     elif value is not None and not isinstance(value, (bool, int, float)):
-        raise RowFault(f"{field} holds {_name_of(value)}")
+        raise RowFault(f"{field} holds {name_of(value)}")
 
 
 def _is_too_deep(value: object) -> bool:
@@ -83,7 +83,7 @@ def _no_constant(name: str) -> NoReturn:
 _NAMES = {dict: "an object", list: "a list", str: "text", int: "a number", float: "a number"}
 
 
-def _name_of(value: object) -> str:
+def name_of(value: object) -> str:
     if value is None:
         return "null"
     return _NAMES.get(type(value), type(value).__name__)

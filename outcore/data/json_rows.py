@@ -17,6 +17,10 @@ from outcore.units import format_bytes
 _CHUNK_BYTES = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _WHITESPACE = b" \t\r\n"
+_OVER_LINES = (
+    "begins an object that goes on over several lines: a row is a line, or in a .json file an "
+    "element of an array"
+)
 _OUTSIDE_STRINGS = re.compile(rb'["\[\]{},]')
 
 
@@ -44,7 +48,9 @@ def read_lines(path: Path) -> Iterator[tuple[RawRow, int]]:
             if number == 1:
                 line = line.removeprefix(_BYTE_ORDER_MARK)
             line = line.strip(_WHITESPACE)
-            if line:
+            if line == b"{":
+                yield RawRow(number, Unreadable(_OVER_LINES)), num_bytes
+            elif line:
                 yield RawRow(number, line), num_bytes
 
 

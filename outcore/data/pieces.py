@@ -20,7 +20,7 @@ class Pieces:
 
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
-    num_cut: int  # documents of which only the first tokens are used
+    num_cut: int  # examples of which, or of whose pair, only the first tokens are used
     num_split: int  # documents of which several pieces were made
     num_dropped: int  # examples with nothing to learn from in their first seq_len tokens
 
@@ -35,11 +35,12 @@ def pieces_of(cache: TokenCache, examples: Examples, seq_len: int, too_long: Too
     lengths = (cache.ends - cache.starts)[documents]
     first_counted = cache.first_counted[documents]
     keeps = (first_counted < np.minimum(lengths, seq_len)).all(axis=1)
+    is_cut = keeps & (lengths > seq_len).any(axis=1)
     lengths = lengths[keeps].ravel()
     return Pieces(
         starts=cache.starts[documents[keeps].ravel()],
         lengths=np.minimum(lengths, seq_len),
-        num_cut=int((lengths > seq_len).sum()),
+        num_cut=int(is_cut.sum()),
         num_split=0,
         num_dropped=int((~keeps).sum()),
     )

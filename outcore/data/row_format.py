@@ -6,11 +6,12 @@ that a format does not have are not looked at.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from outcore.data.checked_json import checked_values, text_of
+from outcore.data.checked_json import checked_values, name_of, text_of
 from outcore.data.raw_rows import RowFault
 
 RowFormat = Literal["text", "prompt-completion", "alpaca", "messages", "sharegpt", "preference"]
@@ -27,6 +28,7 @@ _FIELDS: dict[RowFormat, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
+_TEXT_OR_MESSAGES = {"prompt", "completion", "chosen", "rejected"}
 _MORE_FIELDS = {"input", "system", "history"}  # that a row of some format may have
 ALL_FIELDS = frozenset(field for fields in _FIELDS.values() for field in fields) | _MORE_FIELDS
 
@@ -83,7 +85,10 @@ def example_of(row: Mapping[str, Any], row_format: RowFormat) -> Example:
     """Return what the row means in this format, or raise a RowFault."""
     missing = [field for field in _FIELDS[row_format] if field not in row]
     if missing:
-        raise RowFault(f"has no {' and no '.join(missing)}, which the format {row_format!r} needs")
+        why = f"has no {' and no '.join(missing)}, which the format {row_format!r} needs"
+        with contextlib.suppress(RowFault):  # of no format at all
+            why += f" (it is a row of {find_row_format(row)!r}, and all data must have one format)"
+        raise RowFault(why)
     if row_format == "text":
         return Text(text_of(row["text"], "text"))
     if row_format == "messages":
@@ -226,7 +231,8 @@ def _sharegpt_messages(value: object) -> tuple[Message, ...]:
 
 def _list_of(value: object, field: str) -> Sequence[object]:
     if not isinstance(value, list):
-        raise RowFault(f"{field} must be a list of messages")
+        text_or = "text or " if field in _TEXT_OR_MESSAGES else ""
+        raise RowFault(f"{field} must be {text_or}a list of messages, not {name_of(value)}")
     if not value:
         raise RowFault(f"{field} is empty")
     return value

@@ -353,6 +353,17 @@ def test_a_pair_goes_as_a_whole(tmp_path: Path, make_cache: Any) -> None:
     assert len(batch["input_ids"]) == 2
 
 
+def test_a_pair_that_is_cut_twice_is_one_example(tmp_path: Path, make_cache: Any) -> None:
+    rows = [
+        {"prompt": "a", "chosen": "b" * 20, "rejected": "c" * 20},
+        {"prompt": "a", "chosen": "b", "rejected": "c" * 20},
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+    ]
+    cache = make_cache(write_jsonl(tmp_path / "a.jsonl", rows))
+    with Batches(cache, BatchOptions(batch_size=1, seq_len=8)) as batches:
+        assert (batches.pieces.num_cut, batches.num_sequences) == (2, 3)
+
+
 def test_a_held_out_fraction_is_stable(tmp_path: Path, make_cache: Any) -> None:
     tokenizer = make_tokenizer()
     rows = [{"text": f"document {n}"} for n in range(400)]

@@ -245,6 +245,14 @@ def test_a_chat_that_the_template_refuses_is_a_bad_row(tmp_path: Path, make_cach
     assert make_cache(path, using=tokenizer, on_bad_row="skip").num_examples == 1
 
 
+def test_a_mistake_in_the_template_is_no_fault_of_a_row(tmp_path: Path, make_cache: Any) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"messages": list(TALK)}])
+    tokenizer = make_tokenizer("{% for message in messages %}\n{{ message.content }{% endfor %}")
+    for on_bad_row in ("raise", "skip"):
+        with pytest.raises(UnsupportedTemplate, match="has a mistake in its line 2: unexpected"):
+            make_cache(path, using=tokenizer, on_bad_row=on_bad_row)
+
+
 def test_of_pairs_only_the_answers_count(tmp_path: Path, make_cache: Any) -> None:
     row = {
         "prompt": list(TALK[:3]),

@@ -187,6 +187,10 @@ BAD = {
         {"prompt": "hi", "chosen": [{"role": "system", "content": ""}, ANSWER], "rejected": "b"},
         "starts with a turn of the system",
     ),
+    "a prompt that is null": (
+        {"prompt": None, "completion": "a"},
+        "prompt must be text or a list of messages, not null",
+    ),
     "rejected is a number": ({"prompt": "hi", "chosen": "a", "rejected": 1}, "rejected must be"),
 }
 
@@ -200,7 +204,7 @@ def test_a_row_that_means_nothing(tmp_path: Path, make_cache: Any, what: str) ->
 
 def test_the_first_row_decides(tmp_path: Path, make_cache: Any, tokenizer: Any) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"messages": [USER, ANSWER]}])
-    with pytest.raises(BadRow, match="has no text, which the format 'text' needs") as caught:
+    with pytest.raises(BadRow, match=r"has no text, .* row of 'messages', and all") as caught:
         make_cache(path)
     assert caught.value.line == 2
     path.write_text("nonsense\n" + json.dumps({"messages": [USER, ANSWER]}))
