@@ -45,8 +45,10 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
     check_tensorboard(settings.tensorboard)
     named, settings = settings.model, subject.resolved(settings)
     config = subject.config_of(settings)
+    subject.check_next_token(settings, config)
     subject.check_rank(settings, config)
     subject.check_targets(settings, config)
+    subject.check_dropout(settings, config)
     longest = longest_sequence(config)
     if settings.seq_len is not None and (warning := too_long(settings.seq_len, longest)):
         display.message(warning)

@@ -15,10 +15,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import outcore
+from outcore.adapters import with_adapters_on_meta
 from outcore.machine import here
 from outcore.model_config import first_line, read_config
 from outcore.model_directory import is_hub_id, model_directory
-from outcore.model_spec import model_without_values
+from outcore.model_spec import auto_class, model_without_values
 from outcore.named_device import named_device
 from outcore.planning.device_type import computing_on_cpu
 from outcore.planning.plan import Plan
@@ -27,6 +28,8 @@ from outcore.store.disk_budget import parse_disk
 from outcore.train.settings import TrainSettings
 
 _NORM_OR_BIAS = re.compile(r"bias$|(layer|rms|_|\.)norm\.weight$")
+# With a tower for what is heard, a causal model is one of "sequences to sequences" too.
+_PREDICT_NEXT = {"AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM"}
 _VOCABULARIES = {"tokenizer.json", "tokenizer.model", "tekken.json"}  # whatever a class names
 
 
@@ -53,11 +56,28 @@ def config_of(settings: TrainSettings) -> Any:
         return read_config(directory / "config.json")
     if settings.model in shape_names():
         return shape_config(settings.model)
+    if (directory / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{settings.model} holds adapters without the model that they are of: merge them into "
+            "it (PEFT's merge_and_unload), and name what that saves; or go on with their run "
+            "(--resume)"
+        )
     close = difflib.get_close_matches(settings.model, shape_names(), n=1)
     raise ValueError(
         f"{settings.model!r} is neither a Hugging Face directory (with a config.json), nor an id "
         "of the Hub (org/name), nor a shape" + (f": {close[0]}?" if close else "")
     )
+
+
+def check_next_token(settings: TrainSettings, config: Any) -> None:
+    """Refuse what does not predict the next token: with these labels it would learn to copy."""
+    kind = auto_class(config).__name__
+    if kind not in _PREDICT_NEXT or getattr(config, "is_encoder_decoder", False):
+        what = (getattr(config, "architectures", None) or [config.model_type])[0]
+        raise ValueError(
+            f"{settings.model} is a {what}, which is no causal language model; for others there "
+            "are outcore.hf.Trainer and outcore.offload"
+        )
 
 
 def check_rank(settings: TrainSettings, config: Any) -> None:
@@ -89,6 +109,21 @@ def check_targets(settings: TrainSettings, config: Any) -> None:
     for target in sorted(model.peft_config["default"].target_modules):
         if not any(name == target or name.endswith(f".{target}") for name in found):
             raise ValueError(f"lora_targets has {target!r}, and no layer is called that: {known}")
+
+
+def check_dropout(settings: TrainSettings, config: Any) -> None:
+    """Refuse dropout before adapters of experts that are one tensor: PEFT has no place for it."""
+    adapters = adapters_of(replace(settings, lora_dropout=0.0))
+    if adapters is None or not settings.lora_dropout:
+        return
+    model: Any = with_adapters_on_meta(model_without_values(config, settings.model), adapters)
+    found = model.peft_config["default"]
+    if found.target_parameters:
+        raise ValueError(
+            f"lora_dropout={settings.lora_dropout:g}, and experts that are one tensor "
+            f"({', '.join(sorted(found.target_parameters))}) take none: leave --lora-dropout out, "
+            f"or name other --lora-targets ({', '.join(sorted(found.target_modules))})"
+        )
 
 
 def load_tokenizer(settings: TrainSettings) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,49 @@ def test_experts_that_are_one_tensor_may_be_targets_by_their_old_names() -> None
         model="m", data=("d",), output="o", lora=True, lora_targets=("q_proj", "w1", "w2", "w3")
     )
     subject.check_targets(settings, shape_config("mixtral-8x7b"))
+
+
+def test_dropout_before_experts_that_are_one_tensor_is_refused() -> None:
+    pytest.importorskip("peft", reason="needs peft")
+    settings = TrainSettings(
+        model="m", data=("d",), output="o", lora=True, lora_dropout=0.05, seq_len=64
+    )
+    experts, dense = shape_config("mixtral-8x7b"), shape_config("smollm2-135m")
+    with pytest.raises(ValueError, match=r"lora_dropout=0.05.*\(down_proj, .*k_proj, o_proj"):
+        subject.check_dropout(settings, experts)
+    subject.check_dropout(settings, dense)
+    subject.check_dropout(replace(settings, lora_dropout=0.0), experts)
+    subject.check_dropout(replace(settings, lora_targets=("q_proj",)), experts)
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (AutoConfig.for_model("bert", architectures=["BertForMaskedLM"]), "BertForMaskedLM"),
+        (AutoConfig.for_model("t5", architectures=["T5ForConditionalGeneration"]), "T5For"),
+        (
+            AutoConfig.for_model("llama", architectures=["LlamaForSequenceClassification"]),
+            "LlamaForSequenceClassification",
+        ),
+    ],
+    ids=["masked", "encoder and decoder", "classifier"],
+)
+def test_what_predicts_no_next_token_is_refused_before_anything_is_written(
+    files: Files, config: Any, what: str
+) -> None:
+    config.save_pretrained(files.folder / "other")
+    settings = files.settings(model=str(files.folder / "other"))
+    with pytest.raises(ValueError, match=f"is a {what}.* no causal language model"):
+        train(settings, Display(Console(quiet=True)))
+    assert not Path(settings.output).exists()
+
+
+def test_adapters_are_no_model_to_begin_with(files: Files) -> None:
+    (files.folder / "adapters").mkdir()
+    (files.folder / "adapters" / "adapter_config.json").write_text("{}")
+    settings = files.settings(model=str(files.folder / "adapters"))
+    with pytest.raises(ValueError, match="holds adapters without the model"):
+        train(settings, Display(Console(quiet=True)))
 
 
 def test_adapters_of_a_model_of_the_hub_name_it_by_its_id(
