@@ -256,7 +256,7 @@ def train_command(
         return
     try:
         from_file = {} if config is None else train_settings.read_settings(config)
-        settings = train_settings.settings_of({**from_file, **given})
+        settings = train_settings.settings_of(train_settings.overridden(from_file, given))
     except (ValueError, TypeError) as error:
         stop(str(error))
     result = _train(console, settings)

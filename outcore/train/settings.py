@@ -285,6 +285,14 @@ def _refuse_twice(path: str | Path, node: Any) -> None:
         lines[name] = line
 
 
+def overridden(from_file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a file, with those that were given beside it in their place."""
+    values = {**from_file, **given}
+    if "epochs" in given and "max_steps" not in given:
+        values.pop("max_steps", None)  # the file's would go before the epochs
+    return values
+
+
 def to_dict(settings: TrainSettings) -> dict[str, Any]:
     """Return plain values, for JSON."""
     return asdict(settings)

@@ -128,6 +128,15 @@ def test_a_yaml_file_with_an_option_over_it(job: Demo, tmp_path: Path) -> None:
     assert "step 2/2" in result.stdout
 
 
+def test_epochs_that_are_given_go_before_the_steps_of_a_file(job: Demo, tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("seq-len: 64\ntokens-per-step: 64\nmax-steps: 9\n")
+    arguments = arguments_of(job, tmp_path / "out", "--config", str(config), "--epochs", "1e-9")
+    result = run_train(*arguments)
+    assert result.exit_code == 0, result.output
+    assert "step 1/1" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
