@@ -50,6 +50,7 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
     subject.check_targets(settings, config)
     subject.check_dropout(settings, config)
     longest = longest_sequence(config)
+    subject.check_positions(settings, config, longest)
     if settings.seq_len is not None and (warning := too_long(settings.seq_len, longest)):
         display.message(warning)
     settings = with_seq_len(settings, longest)

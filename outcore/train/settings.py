@@ -158,7 +158,7 @@ class TrainSettings:
 
 _AT_LEAST: dict[str, float] = {
     "max_steps": 1,
-    "tokens_per_step": 1,
+    "tokens_per_step": 2,
     "seq_len": 2,
     "lr": 0,
     "warmup": 0,

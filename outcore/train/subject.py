@@ -30,6 +30,7 @@ from outcore.train.settings import TrainSettings
 _NORM_OR_BIAS = re.compile(r"bias$|(layer|rms|_|\.)norm\.weight$")
 # With a tower for what is heard, a causal model is one of "sequences to sequences" too.
 _PREDICT_NEXT = {"AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM"}
+_UNUSED_POSITIONS = 2  # in front of the first one (OPT's, BART's)
 _VOCABULARIES = {"tokenizer.json", "tokenizer.model", "tekken.json"}  # whatever a class names
 
 
@@ -77,6 +78,25 @@ def check_next_token(settings: TrainSettings, config: Any) -> None:
         raise ValueError(
             f"{settings.model} is a {what}, which is no causal language model; for others there "
             "are outcore.hf.Trainer and outcore.offload"
+        )
+
+
+def check_positions(settings: TrainSettings, config: Any, longest: int | None) -> None:
+    """Refuse sequences that are longer than a model's table of positions, where it has one.
+
+    A GPU ends the process at a position behind its end, at the first long document: maybe late.
+    """
+    if settings.seq_len is None or longest is None or settings.seq_len <= longest:
+        return
+    model = model_without_values(config, settings.model)
+    tokens = model.get_input_embeddings()
+    others = (m for m in model.modules() if isinstance(m, nn.Embedding) and m is not tokens)
+    is_learned = any(0 <= m.num_embeddings - longest <= _UNUSED_POSITIONS for m in others)
+    is_computed = any(b.dim() == 2 and b.shape[0] == longest for b in model.buffers())  # GPT-J's
+    if is_learned or is_computed:
+        raise ValueError(
+            f"seq_len={settings.seq_len}, and the model has {longest} positions: --seq-len "
+            f"{longest} is the most"
         )
 
 

@@ -63,6 +63,7 @@ def test_the_learning_rate_is_that_of_the_method() -> None:
         ({"held_out": 0.1, "eval_data": "e"}, "give one"),
         ({"eval_every": 5}, "needs something to evaluate on"),
         ({"seq_len": 512, "tokens_per_step": 256}, "less than one sequence"),
+        ({"tokens_per_step": 1}, "tokens_per_step must be at least 2"),
         ({"keep": -1}, "keep must be at least 0"),
         ({"frozen_weights": "int4"}, "add --lora"),
         ({"lora_rank": 8}, "lora_rank is for LoRA: add --lora"),

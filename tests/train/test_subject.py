@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from dataclasses import replace
@@ -146,6 +147,21 @@ def test_what_predicts_no_next_token_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=f"is a {what}.* no causal language model"):
         train(settings, Display(Console(quiet=True)))
     assert not Path(settings.output).exists()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "is_table"),
+    [("gpt2", True), ("opt", True), ("gptj", True), ("llama", False), ("xglm", False)],
+)
+def test_sequences_that_end_behind_a_table_of_positions_are_refused(
+    model_type: str, is_table: bool
+) -> None:
+    config = AutoConfig.for_model(model_type, max_position_embeddings=64, vocab_size=64)
+    settings = TrainSettings(model="m", data=("d",), output="o", seq_len=65, tokens_per_step=65)
+    refusal = pytest.raises(ValueError, match=r"seq_len=65, .* has 64 positions: --seq-len 64 is")
+    with refusal if is_table else contextlib.nullcontext():
+        subject.check_positions(settings, config, 64)
+    subject.check_positions(replace(settings, seq_len=64), config, 64)
 
 
 def test_adapters_are_no_model_to_begin_with(files: Files) -> None:
