@@ -7,6 +7,7 @@ a convolution carries along, no mask stops (Mamba, LFM2, the linear attention of
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NoReturn
 
 import torch
@@ -44,7 +45,8 @@ def _masks_by_positions(model: Any) -> bool:
     """Whether the forward comes to where transformers looks for packed documents."""
     tokens = torch.zeros(1, 4, dtype=torch.int64, device="meta")
     model.eval()
-    model.config.pad_token_id = None  # or some look for it in the tokens, which have no values
+    with contextlib.suppress(Exception):  # some have a type that is checked (ModernBERT's decoder)
+        model.config.pad_token_id = None  # or some look for it in the tokens, which have no values
     look = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = _ask
     try:

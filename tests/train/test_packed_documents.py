@@ -36,6 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},
     "gpt2": GPT2,
     "gpt_neox": {},
+    "modernbert-decoder": {},
     "mixtral": EXPERTS,
     "gpt_oss": {**EXPERTS, "sliding_window": 8},
     "opt": {"ffn_dim": 32, "word_embed_proj_dim": 32},
