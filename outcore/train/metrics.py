@@ -45,9 +45,7 @@ class Metrics:
         """Write one line; ``kind`` is "train" or "eval"."""
         line = {"kind": kind, "step": step, **{k: _plain(v) for k, v in values.items()}}
         self._append(f"{json.dumps(line)}\n".encode())
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(f"{kind}/{name}", value, step)
+        self._draw(kind, step, values)
 
     def _append(self, line: bytes) -> None:
         """Write a line or nothing of it: what was trained is worth more than a line about it."""
@@ -64,6 +62,17 @@ class Metrics:
         else:
             self._is_failing = False
 
+    def _draw(self, kind: str, step: int, values: dict[str, float]) -> None:
+        """Give TensorBoard its figures, until it cannot write them: the lines have them too."""
+        if self._board is None:
+            return
+        try:
+            for name, value in values.items():
+                self._board.add_scalar(f"{kind}/{name}", value, step)
+        except Exception as error:  # what its thread met; every later call would raise it again
+            self._board = None
+            self._tell(f"TensorBoard gets no more figures of this run: {error}")
+
     def is_evaluated(self, step: int) -> bool:
         """Whether an earlier process evaluated the model after this step."""
         return step in self._evaluated
@@ -71,7 +80,8 @@ class Metrics:
     def close(self) -> None:
         self._file.close()
         if self._board is not None:
-            self._board.close()
+            with contextlib.suppress(OSError):  # at the end of a run, of which all is saved
+                self._board.close()
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:

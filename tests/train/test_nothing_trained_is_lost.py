@@ -234,6 +234,25 @@ def test_figures_without_room_do_not_end_the_run(
     assert [line["step"] for line in read_metrics(Path(settings.output))] == [1, 2, 5, 6]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # its thread's
+def test_a_board_without_room_does_not_end_the_run(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread meets the full disk, and every call after that raises."""
+    records = pytest.importorskip("tensorboard.summary.writer.record_writer")
+    write = records.RecordWriter.write
+
+    def refused(writer: Any, data: bytes) -> None:
+        if b"train/" in data:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(writer, data)
+
+    monkeypatch.setattr(records.RecordWriter, "write", refused)
+    settings = files.settings(tensorboard=True)
+    assert told_by(settings).count("TensorBoard gets no more figures of this run: ") == 1
+    assert [line["step"] for line in read_metrics(Path(settings.output))] == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.parametrize(
     "line", [b"\xff\xfe\x00", b'{"a": 1}', b"5", b'{"step": null, "kind": "train"}', b"[" * 100_000]
 )
