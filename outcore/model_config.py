@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from outcore.limited_json import read_limited
 
 MOST_LAYERS = 10_000
 _MOST_BYTES = 20 << 20  # of memory; transformers makes some copies
+# Of which transformers makes a list of as many as soon as it reads the settings.
+_MOST = {re.compile(r"layers?$|^attention_types$"): MOST_LAYERS, re.compile("labels$"): 100_000}
 
 
 def read_config(file: Path) -> Any:
@@ -19,6 +22,7 @@ def read_config(file: Path) -> Any:
     values = _read_settings(file)
     try:
         _refuse_kernels(values)
+        _refuse_counts(values)
         config = AutoConfig.from_pretrained(file, trust_remote_code=False)
         config.name_or_path = str(file.parent)  # what is saved names the model, not its config
         check_layers(config)
@@ -66,6 +70,20 @@ def _refuse_kernels(values: Any, key: str = "") -> None:
             _refuse_kernels(value, name if "implementation" in name else key)
     elif key and isinstance(values, str) and "/" in values:
         raise ValueError(f"{key} asks for code from elsewhere, {values!r}")
+
+
+def _refuse_counts(values: Any, key: str = "") -> None:
+    """Refuse numbers of layers and labels that memory would be taken for before anyone looks."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            _refuse_counts(value, name)
+    elif isinstance(values, list):
+        for value in values:
+            _refuse_counts(value, key)
+    elif isinstance(values, int):
+        most = next((most for name, most in _MOST.items() if name.search(key)), values)
+        if values > most:
+            raise ValueError(f"{key} is {values:,}, but models have {most:,} at most")
 
 
 def check_layers(config: Any) -> None:

@@ -303,6 +303,16 @@ OTHERS: dict[str, Callable[[Path], None]] = {
     "config: wider than its weights": with_config(hidden_size=64),
     "config: a vocabulary of 10^12": with_config(vocab_size=10**12),
     "config: 10^9 layers": with_config(num_hidden_layers=10**9),
+    "config: 10^8 layers of a family with a list of them": with_config(
+        model_type="qwen2", num_hidden_layers=10**8
+    ),
+    "config: 10^8 layers of a part": with_config(
+        model_type="gemma3", vision_config={"num_hidden_layers": 10**8}
+    ),
+    "config: 10^8 types of attention": with_config(
+        model_type="gpt_neo", attention_types=[[["global"], 10**8]]
+    ),
+    "config: 10^8 labels": with_config(num_labels=10**8),
     "config: layers as text": with_config(num_hidden_layers="two"),
     "config: negative layers": with_config(num_hidden_layers=-1),
     "config: a negative vocabulary": with_config(vocab_size=-5),
@@ -386,6 +396,7 @@ def test_what_is_wrong_with_a_file_is_told(directory: Path, content: bytes, told
         ("index: duplicate keys", "'lm_head.weight' stands in it twice"),
         ("index: a link to nothing", r"a\.safetensors .* is a link to \.\./\.\./blobs/0, which is"),
         ("generation: no JSON", r"generation_config\.json: is no JSON of settings"),
+        ("config: 10^8 labels", "num_labels is 100,000,000, but models have 100,000 at most"),
         ("config: a kernel of the Hub", "_attn_implementation asks for code from elsewhere"),
         (
             "config: wider than its weights",
