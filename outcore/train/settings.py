@@ -261,6 +261,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             raise ValueError(f"{path} must hold names and values, such as `lr: 1e-5`")
+        _refuse_nested(path, node)
         values = loader.construct_document(node)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
@@ -271,8 +272,21 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path}{line}: {error.problem}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
+    except (AttributeError, LookupError, RecursionError) as error:  # PyYAML's, at "!!bool maybe"
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     _refuse_twice(path, node)
     return {str(name).replace("-", "_"): value for name, value in values.items()}
+
+
+def _refuse_nested(path: str | Path, node: Any) -> None:
+    """A few lines of lists that name each other are gigabytes as soon as a message shows them."""
+    import yaml
+
+    for key, value in node.value:
+        parts = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        if not all(isinstance(part, yaml.ScalarNode) for part in parts):
+            line = key.start_mark.line + 1
+            raise ValueError(f"{path}, line {line}: a setting is one value, or a list of texts")
 
 
 def _refuse_twice(path: str | Path, node: Any) -> None:

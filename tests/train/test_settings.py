@@ -105,6 +105,12 @@ def test_a_yaml_file(tmp_path: Path) -> None:
         ("lr: 1e-5\nseed: [1\n", ", line 3: expected ',' or ']'"),
         ("lr: !!python/name:os.system\n", ", line 1: could not determine a constructor"),
         ("\0", ": unacceptable character"),
+        ("seed: 1\nlr: [[1]]\n", ", line 2: a setting is one value, or a list of texts"),
+        ("lr: &a\n  b: *a\n", ", line 1: a setting is one value, or a list of texts"),
+        ("lr: " + "[" * 5000 + "]" * 5000, " cannot be read: RecursionError"),
+        ("lora: !!bool maybe\n", " cannot be read: KeyError"),
+        ("lr: !!timestamp x\n", " cannot be read: AttributeError"),
+        ("seed: !!int ''\n", " cannot be read: IndexError"),
     ],
 )
 def test_a_mistake_in_a_yaml_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
@@ -115,6 +121,16 @@ def test_a_mistake_in_a_yaml_file_is_one_line(tmp_path: Path, text: str, message
     assert str(error.value).startswith(str(path))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_lists_that_name_each_other_are_not_written_out(tmp_path: Path) -> None:
+    """Ten of ten of ten: a message that showed the value would take 10^10 words."""
+    lists = ["&a0 [x]"]
+    lists += [f"&a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 11)]
+    path = tmp_path / "run.yaml"
+    path.write_text(f"lr: [{', '.join(lists)}]\n")
+    with pytest.raises(ValueError, match=r"a setting is one value, or a list of texts$"):
+        settings_of({**LEAST, **read_settings(path)})
 
 
 def test_a_yaml_file_that_cannot_be_read(tmp_path: Path) -> None:
