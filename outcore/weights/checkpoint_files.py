@@ -234,7 +234,11 @@ class CheckpointFiles:
         return {name: files[value] for name, value in weight_map.items()}
 
     def _inside(self, file_name: str) -> Path:
-        is_name = Path(file_name).name == file_name and len(file_name.encode()) <= _MOST_NAME_BYTES
+        is_name = (
+            file_name.isprintable()  # half of a surrogate pair cannot even be encoded
+            and Path(file_name).name == file_name
+            and len(file_name.encode()) <= _MOST_NAME_BYTES
+        )
         if not is_name or not file_name.endswith(".safetensors"):
             short = file_name if len(file_name) <= 200 else f"{file_name[:200]}..."
             raise StoreError(f"{self._directory / INDEX}: refuses the file name {short!r}")

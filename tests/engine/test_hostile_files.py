@@ -215,6 +215,8 @@ INDEXES: dict[str, Callable[[Path], None]] = {
     "index: sub folder": with_index(weight_map("a/b.safetensors")),
     "index: backslashes": with_index(weight_map("..\\outside.safetensors")),
     "index: NUL": with_index(weight_map("model\x00.safetensors")),
+    "index: half a surrogate pair": with_index(weight_map("model\ud800.safetensors")),
+    "index: a line break": with_index(weight_map("model\n.safetensors")),
     "index: empty name": with_index(weight_map("")),
     "index: a number": with_index(weight_map(5)),
     "index: a pickle": with_index(weight_map("pytorch_model.bin")),
@@ -393,6 +395,7 @@ def test_what_is_wrong_with_a_file_is_told(directory: Path, content: bytes, told
     ("harm", "told"),
     [
         ("index: no map", "it has no table weight_map"),
+        ("index: a line break", r"refuses the file name 'model\\n\.safetensors'"),
         ("index: duplicate keys", "'lm_head.weight' stands in it twice"),
         ("index: a link to nothing", r"a\.safetensors .* is a link to \.\./\.\./blobs/0, which is"),
         ("generation: no JSON", r"generation_config\.json: is no JSON of settings"),
