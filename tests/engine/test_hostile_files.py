@@ -413,6 +413,21 @@ def test_the_reason_is_told(directory: Path, harm: str, told: str) -> None:
         outcore.load(directory, device="cpu")
 
 
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_code_beside_a_model_that_transformers_knows_is_left_alone(
+    directory: Path, is_converted: bool
+) -> None:
+    """Also where transformers itself reads the weights."""
+    remote_code(directory)
+    with_config(model_type=CONFIG.model_type)(directory)
+    if is_converted:
+        (directory / FILE).rename(directory / "a.safetensors")
+        (directory / INDEX).write_text('{"metadata": {}, "weight_map": {"a": "a.safetensors"}}')
+    model = outcore.load(directory, device="cpu")
+    assert type(model.get_submodule("model")).__module__.startswith("transformers.")
+    assert not (directory.parent / "canary").exists(), "its code ran"
+
+
 def test_an_open_outside_would_be_seen(directory: Path, opened: list[str]) -> None:
     (directory.parent / "outside.safetensors").write_bytes(b"")
     assert [path for path in opened if "outside" in path]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
+import json
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +30,7 @@ from outcore.train.metrics import Metrics, read_metrics
 from outcore.train.objective import NextToken
 from outcore.train.run import train
 from outcore.train.settings import TrainSettings
+from outcore.train.subject import load_tokenizer
 
 
 def quiet() -> Display:
@@ -294,10 +298,25 @@ def test_a_checkpoint_of_another_program_is_refused(
 def test_a_tokenizer_that_is_none_is_told(
     files: Files, tmp_path: Path, name: str, text: str
 ) -> None:
-    model = tmp_path / "broken"
-    model.mkdir()
-    for file in files.model.iterdir():
-        (model / file.name).write_bytes(file.read_bytes())
+    model = shutil.copytree(files.model, tmp_path / "broken")
     (model / name).write_text(text)
     with pytest.raises(ValueError, match="has no tokenizer that can be read"):
         train(files.settings(model=str(model)), quiet())
+
+
+@pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "Unheard"])
+def test_code_that_comes_with_a_tokenizer_does_not_run(
+    files: Files, tmp_path: Path, tokenizer_class: str
+) -> None:
+    """A class that transformers has is taken from there; any other is refused."""
+    canary = tmp_path / "canary"
+    code = f"from pathlib import Path\nPath({str(canary)!r}).touch()\n"
+    model = shutil.copytree(files.model, tmp_path / "evil")
+    (model / "tokenization_evil.py").write_text(code)
+    path = model / "tokenizer_config.json"
+    evil = {"auto_map": {"AutoTokenizer": [None, "tokenization_evil.Evil"]}}
+    values = {**json.loads(path.read_text()), **evil, "tokenizer_class": tokenizer_class}
+    path.write_text(json.dumps(values))
+    with contextlib.suppress(ValueError):
+        load_tokenizer(files.settings(model=str(model)))
+    assert not canary.exists()
