@@ -113,7 +113,8 @@ def test_each_call_of_a_commit_that_fails(
     assert all(counts.values()), counts
     tried = 0
     for name in WRITING:
-        for number in numbers(counts[name]):
+        # The files are written by the same code in both.
+        for number in range(counts[name]) if mode == "sync" else numbers(counts[name]):
             others = ["ENOSPC", "EINTR", *(["short"] if name == "write_at" else [])]
             for fault in ("EIO", *(others if number in (0, counts[name] - 1) else [])):
                 before = state_of(run)
@@ -140,7 +141,7 @@ def test_each_call_of_a_commit_that_fails(
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert run.load(folder) == 1, name
-    assert tried > 60
+    assert tried > (sum(counts.values()) if mode == "sync" else 60)
     save()
     checkpoints.close()
     assert [p.name for p in folder.path.iterdir() if p.name.startswith(".writing")] == []
@@ -176,7 +177,7 @@ def test_each_call_of_a_load_that_fails(
     counts = dict(faults.num_calls)
     assert all(counts.values()), counts
     for name in READING if fault != "short" else ("read_at",):
-        for number in numbers(counts[name]):
+        for number in range(counts[name]) if fault == "EIO" else numbers(counts[name]):
             faults.arrange(name, number, fault)
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
