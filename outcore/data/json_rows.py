@@ -18,8 +18,8 @@ _CHUNK_BYTES = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _WHITESPACE = b" \t\r\n"
 _OVER_LINES = (
-    "begins an object that goes on over several lines: a row is a line, or in a .json file an "
-    "element of an array"
+    "is not JSON by itself, and the object may go on over several lines: a row is one line, or in "
+    "a .json file an element of an array"
 )
 _OUTSIDE_STRINGS = re.compile(rb'["\[\]{},]')
 

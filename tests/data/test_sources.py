@@ -183,7 +183,7 @@ BAD_LINES = {
     "NaN": (b'{"text": "a", "n": NaN}', "is not JSON"),
     "a list": (b'["text"]', "must be an object, not a list"),
     "null": (b"null", "must be an object, not null"),
-    "an object over lines": (b"{", "goes on over several lines: a row is a line"),
+    "an object over lines": (b"{", "over several lines: a row is one line"),
     "no field": (b'{"body": "a"}', "has no text"),
     "a number": (b'{"text": 5}', "text must be text, not a number"),
     "null text": (b'{"text": null}', "text must be text, not null"),
