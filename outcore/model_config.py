@@ -31,6 +31,11 @@ def read_config(file: Path) -> Any:
     return config
 
 
+def check_counts(file: Path) -> None:
+    """Refuse a configuration that would fill the memory as soon as transformers reads it."""
+    _refuse_counts(_read_settings(file))
+
+
 def read_generation_config(directory: Path) -> Any:
     """Return the settings of generation that lie beside a model; None if there are none."""
     from transformers import GenerationConfig

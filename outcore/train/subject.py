@@ -26,6 +26,7 @@ from outcore.planning.plan import Plan
 from outcore.shapes import shape_config, shape_names
 from outcore.store.disk_budget import parse_disk
 from outcore.train.settings import TrainSettings
+from outcore.train.tokenizer_files import check_tokenizer_files
 
 _NORM_OR_BIAS = re.compile(r"bias$|(layer|rms|_|\.)norm\.weight$")
 # With a tower for what is heard, a causal model is one of "sequences to sequences" too.
@@ -156,6 +157,7 @@ def load_tokenizer(settings: TrainSettings) -> Any:
             raise ValueError(f"{directory} is no directory: --tokenizer names that of a tokenizer")
         raise ValueError(f"{settings.model} is a shape: name a tokenizer's directory (--tokenizer)")
     try:
+        check_tokenizer_files(directory)
         tokenizer = AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )

@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -320,3 +321,24 @@ def test_code_that_comes_with_a_tokenizer_does_not_run(
     with contextlib.suppress(ValueError):
         load_tokenizer(files.settings(model=str(model)))
     assert not canary.exists()
+
+
+WIDE = '{"a": [' + "[]," * 10_000_000 + "[]]}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("tokenizer.json", WIDE, "tokenizer.json would take more than 1.0 GiB of memory"),
+        ("tokenizer_config.json", WIDE, "would take more than 170.0 MiB of memory"),
+        ("special_tokens_map.json", WIDE, "would take more than 170.0 MiB of memory"),
+        ("config.json", '{"num_labels": 1000000000}', "num_labels is 1,000,000,000, but"),
+    ],
+)
+def test_a_tokenizer_that_would_fill_the_memory_is_not_parsed(
+    files: Files, tmp_path: Path, name: str, text: str, told: str
+) -> None:
+    tokenizer = shutil.copytree(files.model, tmp_path / "wide")
+    (tokenizer / name).write_text(text)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        load_tokenizer(files.settings(tokenizer=str(tokenizer)))
