@@ -13,6 +13,7 @@ from typing import Any
 
 from outcore.data.raw_rows import RawBatch, RawRow, Unreadable
 from outcore.errors import MissingLibrary
+from outcore.limited_json import read_limited
 
 _ROWS_AT_ONCE = 256
 # What pyarrow and datasets raise about a file: also of columns with one name, and dates of Python.
@@ -47,6 +48,7 @@ def read_saved_dataset(path: Path, columns: frozenset[str]) -> Iterator[RawBatch
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     done = num_rows = 0
     try:
+        _check_saved_dataset(path)
         dataset = datasets.load_from_disk(str(path), keep_in_memory=False)
         wanted = [name for name in dataset.column_names if name in columns]
         if wanted:
@@ -57,6 +59,22 @@ def read_saved_dataset(path: Path, columns: frozenset[str]) -> Iterator[RawBatch
             done += table.num_rows
     except (pyarrow.ArrowException, *_FAULTS) as error:
         yield _broken(path, done, num_rows, error)
+
+
+def _check_saved_dataset(path: Path) -> None:
+    """Refuse a dataset of files that lie elsewhere, or are none: its own list is a text file."""
+    try:
+        read_limited(path / "dataset_info.json")
+        state = read_limited(path / "state.json")
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deep") from error
+    files = state.get("_data_files") if isinstance(state, dict) else None
+    if not isinstance(files, list) or not files:
+        raise ValueError("state.json names no files")
+    for file in files:
+        name = file.get("filename") if isinstance(file, dict) else None
+        if not isinstance(name, str) or Path(name).name != name or not (path / name).is_file():
+            raise ValueError(f"state.json names {str(name)[:200]!r}, which is no file in there")
 
 
 def _pyarrow(path: Path) -> Any:

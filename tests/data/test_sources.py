@@ -69,6 +69,33 @@ def test_saved_dataset(tmp_path: Path, make_cache: Any, tokenizer: Any) -> None:
     assert texts(cache, tokenizer) == DOCUMENTS * 199
 
 
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        ('{"_data_files": [{"filename": "../outside/data-00000-of-00001.arrow"}]}', "no file in"),
+        ('{"_data_files": [{"filename": "@/outside/data-00000-of-00001.arrow"}]}', "no file in"),
+        ('{"_data_files": [{"filename": "pipe.arrow"}]}', "no file in"),
+        ('{"_data_files": ["data-00000-of-00001.arrow"]}', "no file in"),
+        ('{"_data_files": []}', "names no files"),
+        ("[]", "names no files"),
+        ('{"a":' * 100_000, "nested too deep"),
+    ],
+)
+def test_a_saved_dataset_is_read_from_its_own_directory(
+    tmp_path: Path, state: str, told: str
+) -> None:
+    """No file elsewhere is opened, and no pipe, which would wait for ever."""
+    datasets = pytest.importorskip("datasets")
+    for name in ("saved", "outside"):
+        datasets.Dataset.from_list([{"text": name}]).save_to_disk(str(tmp_path / name))
+    os.mkfifo(tmp_path / "saved" / "pipe.arrow")
+    (tmp_path / "saved" / "state.json").write_text(state.replace("@", str(tmp_path)))
+    (source,) = find_sources(tmp_path / "saved")
+    (row,) = (row for batch in source.read(frozenset({"text"})) for row in batch.rows)
+    assert isinstance(row.value, Unreadable)
+    assert told in row.value.why
+
+
 def test_saved_splits_are_named_one_by_one(tmp_path: Path, make_cache: Any) -> None:
     datasets = pytest.importorskip("datasets")
     split = datasets.Dataset.from_list([{"text": "a"}])
