@@ -12,7 +12,10 @@ from outcore.limited_json import read_limited
 MOST_LAYERS = 10_000
 _MOST_BYTES = 20 << 20  # of memory; transformers makes some copies
 # Of which transformers makes a list of as many as soon as it reads the settings.
-_MOST = {re.compile(r"layers?$|^attention_types$"): MOST_LAYERS, re.compile("labels$"): 100_000}
+_MOST = {
+    re.compile(r"layers$|^n_layer$|^attention_types$"): MOST_LAYERS,
+    re.compile("labels$"): 100_000,
+}
 
 
 def read_config(file: Path) -> Any:

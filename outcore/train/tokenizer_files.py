@@ -9,12 +9,22 @@ from outcore.model_config import check_counts
 from outcore.units import format_bytes
 
 _VOCABULARIES = {"tokenizer.json", "vocab.json", "tekken.json"}
+# What else transformers reads of it; other JSON that lies there is nobody's business here.
+_SETTINGS = {
+    "added_tokens.json",
+    "chat_template.json",
+    "config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+}
 _MOST_OF_VOCABULARY = 1 << 30  # twice what 262,000 tokens and 515,000 merges are counted as
 
 
 def check_tokenizer_files(directory: Path) -> None:
     """Refuse files whose values would fill the memory; ValueError says which."""
-    for file in sorted(directory.glob("*.json")):
+    for name in sorted(_VOCABULARIES | _SETTINGS):
+        file = directory / name
         if not file.is_file():
             continue
         most_bytes = _MOST_OF_VOCABULARY if file.name in _VOCABULARIES else MOST_MEMORY_BYTES
