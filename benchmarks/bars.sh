@@ -18,6 +18,9 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 parts=${1:?which parts} folder=${2:?where raw figures go} disk=${3:?where scratch files go}
+for part in ${parts//,/ }; do
+  case $part in exact | train | loading | tiers | lora) ;; *) echo "no part is called $part"; exit 2 ;; esac
+done
 export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=passive PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$folder" "$disk"
 has_kernels() {
@@ -97,10 +100,6 @@ run_part() {
   lora)
     run lora python3 benchmarks/lora_72b.py --steps 5 --warmup-steps 3 --json "$folder/lora-72b.json"
     run checkpoint checkpoint
-    ;;
-  *)
-    echo "no part is called $1"
-    exit 2
     ;;
   esac
 }
