@@ -48,7 +48,7 @@ class BenchJob(_JsonValue):
     plan_options: dict[str, Any] | None = None
     """Arguments of `outcore.plan`: Outcore then runs that plan; None: without one."""
     records: bool = False
-    """Outcore notes what each lane did in the last timed step, which takes about 1% longer then."""
+    """Outcore notes what each lane did in the last timed step; steps take about 1% longer then."""
 
     def __post_init__(self) -> None:
         for name in ("sequences", "seq_len", "steps"):
