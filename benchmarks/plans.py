@@ -3,14 +3,16 @@
     python benchmarks/plans.py --json FILE [--only 7b,14b,...] [--disk DIR]
 
 Every row makes a plan for this machine, carries it out in a process of its own, and is written as
-soon as it is there. Rows that need a disk are left out without --disk.
+soon as it is there. Rows that need a disk are left out without --disk. A disk that others share is
+not equally fast a few minutes later: it is probed again just before each of them, for the plan, and
+just after, for the reader.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from outcore.bench.job import BenchFailure, BenchJob, BenchRow
 from outcore.bench.peers.runner import run_peer
 from outcore.cli.machine import machine_facts
 from outcore.kernels import has_library
+from outcore.machine.probe import probe
 from outcore.machine.probe.disk import measure_disk
+from outcore.machine.probe.report import DiskFigures
 from outcore.machine.probe.sizes import FULL
 from outcore.shapes import shape_dict
 
@@ -40,6 +44,7 @@ class Setting:
 
 
 GIB = 2**30
+SHORT = replace(FULL, disk_s=FULL.disk_s / 2)
 LONG = Setting(
     shape="llama-3.1-8b",
     sequences=1,
@@ -111,24 +116,23 @@ def main() -> None:
         if setting.disk_bytes is not None and arguments.disk is None:
             print(f"{name:16s} left out: needs --disk")
             continue
-        on_disk = setting.disk_bytes is not None
-        before = disk_both_ways(arguments.disk) if on_disk else None
+        before = disk_now(arguments.disk) if setting.disk_bytes is not None else None
         row = run_peer(setting.system, job_of(setting, arguments.disk), limit_s=arguments.limit)
         rows.append({"setting": name, **json.loads(row.to_json())})
-        if on_disk:
-            both = {"before": before, "after": disk_both_ways(arguments.disk)}
-            rows[-1]["disk_both_ways_bytes_s"] = both
-            print(f"{name:16s} disk, GB/s each way: {before / 1e9:.2f}, {both['after'] / 1e9:.2f}")
+        if before is not None:
+            after = measure_disk(Path(arguments.disk), SHORT, pin=True)
+            rows[-1]["disk"] = {"before": asdict(before), "after": asdict(after)}
+            seen = ", ".join(f"{x.both_ways_bytes_s / 1e9:.2f}" for x in (before, after))
+            print(f"{name:16s} disk, GB/s each way, before and after: {seen}")
         arguments.json.write_text(json.dumps({"machine": machine_facts(), "rows": rows}, indent=1))
         print(f"{name:16s} {summary(row)}", flush=True)
 
 
-def disk_both_ways(folder: str) -> float:
-    """Return what the disk gives now, each way at once, as ``outcore probe`` measures it.
-
-    A disk that others share is not equally fast a few minutes later.
-    """
-    return measure_disk(Path(folder), FULL, pin=True).both_ways_bytes_s
+def disk_now(folder: str) -> DiskFigures:
+    """Probe the disk again, so that the next plan goes by it."""
+    report = probe(disk=folder, refresh_disk=True)
+    assert report.disk is not None
+    return report.disk
 
 
 def job_of(setting: Setting, disk: str | None) -> BenchJob:

@@ -21,15 +21,13 @@ from outcore.engine.token_ranges import TokenRanges
 from outcore.optim.backend import OptimizerBackend, OptimizerPlacement
 from outcore.optim.device_state import DEVICE_STATE
 from outcore.planning.plan import Plan
+from outcore.store.allocator_slack import fillable_bytes
 from outcore.store.heap import Heap
 from outcore.store.ledger import Ledger, TierReport, tier_report
 from outcore.stream.expansion import Expansion
 from outcore.stream.lanes import Lane
 from outcore.stream.slots import Slots
 from outcore.stream.unit import Unit
-
-# Part of the budget that the allocator's rounding and fragmentation may take.
-_SLACK = 0.03
 
 
 class ForwardInThread(threading.local):
@@ -135,7 +133,7 @@ class Engine:
             if memory is not None and memory.budget_bytes is not None:  # some of it is the host's
                 of_others = memory.peak_bytes - self.device_ledger.peak_bytes
                 budget = min(budget, memory.budget_bytes - of_others)
-        return max(0, int(budget * (1 - _SLACK)) - used)
+        return max(0, fillable_bytes(budget, is_gpu=self.device.type == "cuda") - used)
 
     def _note_peak(self) -> None:
         self._peak_before_state = self.device_peak_bytes()

@@ -18,15 +18,10 @@ from numpy.typing import NDArray
 from outcore.machine.machine import Machine
 from outcore.planning.change_words import is_beyond
 from outcore.planning.choices import TIERS
-from outcore.planning.device_type import is_parted
-from outcore.planning.memory import (
-    DEVICE_SHARE,
-    DEVICE_SLACK,
-    HOST_SHARE,
-    PROCESS_BYTES,
-    budgets_of,
-)
+from outcore.planning.device_type import device_type, is_parted
+from outcore.planning.memory import DEVICE_SHARE, HOST_SHARE, PROCESS_BYTES, budgets_of
 from outcore.planning.plan import Budgets, Job, StateFormat, Tier
+from outcore.store.allocator_slack import SHARE, budget_to_fill
 
 Needs = Callable[[Job], NDArray[np.int64]]
 """Says what each choice takes in each tier, for a changed job: one row a choice, by TIERS."""
@@ -211,7 +206,7 @@ class Changes:
         if is_parted(self._machine):
             device, host, _ = rows.T
             memory = self._machine.host_memory_bytes * HOST_SHARE - PROCESS_BYTES
-            parts = device / (1 - DEVICE_SLACK) + host <= memory
+            parts = device / (1 - SHARE) + host <= memory
             fits[:, TIERS.index("device")] = fits[:, TIERS.index("host")] = parts
         held: NDArray[np.bool_] = np.logical_and.reduce(fits, axis=1)
         return held
@@ -232,7 +227,7 @@ class Changes:
 
     def _budgets(self, job: Job, num_bytes: dict[Tier, int]) -> Budgets:
         """Return budgets of which ``num_bytes`` can be filled, as they are printed."""
-        sizes = {tier: _round_up(_budget_for(tier, value)) for tier, value in num_bytes.items()}
+        sizes = {tier: _round_up(self._budget_for(tier, n)) for tier, n in num_bytes.items()}
         if self._machine.is_unified and "device" in sizes and job.budgets.host_bytes is not None:
             sizes["host"] = max(sizes["device"], job.budgets.host_bytes)  # of the same bytes
             # A budget of the device that was not asked for would part a CPU's memory.
@@ -249,15 +244,16 @@ class Changes:
         changed: dict[str, Any] = {f"{tier}_bytes": size for tier, size in sizes.items()}
         return replace(job.budgets, **changed)
 
+    def _budget_for(self, tier: Tier, num_bytes: int) -> int:
+        """Return the budget of which ``num_bytes`` can be filled: of the device's, not all can."""
+        if tier != "device":
+            return num_bytes
+        return budget_to_fill(num_bytes, is_gpu=device_type(self._machine) == "cuda") + 1024
+
     def _growth(self, job: Job) -> float:
         limits = zip(TIERS, self._limits(self._job), strict=True)
         asked = [(getattr(job.budgets, f"{tier}_bytes"), limit) for tier, limit in limits]
         return float(sum(size / max(1, limit) for size, limit in asked if size is not None))
-
-
-def _budget_for(tier: str, num_bytes: int) -> int:
-    """Return the budget of which ``num_bytes`` can be filled: of the device's, not all can."""
-    return int(num_bytes / (1 - DEVICE_SLACK)) + 1024 if tier == "device" else num_bytes
 
 
 def _round_up(num_bytes: int) -> int:

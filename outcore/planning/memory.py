@@ -22,10 +22,10 @@ from outcore.planning.placement import Placement, Units
 from outcore.planning.plan import CHECKPOINT_STAGING, WORKING_MEMORY, Budgets, Job
 from outcore.planning.state_bytes import StateBytes
 from outcore.saved_activations import saves_little
+from outcore.store.allocator_slack import fillable_bytes
 from outcore.store.record_layout import page_aligned_bytes
 from outcore.units import BYTES_OF
 
-DEVICE_SLACK = 0.03  # part of the device budget for the allocator's rounding and fragments
 HOST_SHARE = 0.97  # of a machine's memory that a process gets
 DEVICE_SHARE = 0.98
 PROCESS_BYTES = 1_800_000_000  # interpreter, torch and its CUDA libraries; in no budget
@@ -58,7 +58,7 @@ def budgets_of(machine: Machine, budgets: Budgets) -> dict[str, int]:
     has_disk = machine.disk_read_bytes_s > 0 and machine.disk_both_ways_bytes_s > 0
     disk = budgets.disk_bytes if budgets.disk_bytes is not None else machine.disk_bytes
     return {
-        "device": int(device * (1 - DEVICE_SLACK)),
+        "device": fillable_bytes(device, is_gpu=device_type(machine) == "cuda"),
         "host": 0 if machine.is_unified else host,
         "disk": disk if has_disk else 0,
     }

@@ -62,16 +62,15 @@ class DiskLanes:
         return buffer, fence
 
     def fetch_all(
-        self, records: Sequence[int], zeros: Container[int] = (), guest: Guest | None = None
+        self, records: Sequence[int], zeros: Container[int] = ()
     ) -> tuple[list[Tensor], Fence]:
         """Start to read ``records``; return a buffer for each, and one fence for all.
 
-        ``zeros``: those that were never stored, and are not read. ``guest``: memory to read into
-        instead of staging; it is free once its buffers are given back, like others.
+        ``zeros``: those that were never stored, and are not read.
         """
         with self._lock:
             after = [self._stored[record] for record in records if record in self._stored]
-            buffers, free_after = self._lend(records, guest)
+            buffers, free_after = self._lend(records)
             pairs = list(zip(records, buffers, strict=True))
 
             def fill() -> None:
@@ -113,6 +112,14 @@ class DiskLanes:
             (buffer,), free_after = self._lend([record])
             # Passed when the buffer is free, whatever became of the work of those who had it.
             return buffer, _lane_of(self.writes, record).submit(lambda: wait_over(free_after))
+
+    def borrow(self, records: Sequence[int], guest: Guest) -> list[Tensor]:
+        """Return a buffer for the next value of each in memory that is lent.
+
+        It is free once all of them are given back, like others.
+        """
+        buffers, _ = self._lend(records, guest)
+        return buffers
 
     def store(self, record: int, buffer: Tensor, after: Sequence[Fence]) -> Fence:
         """Write ``buffer`` to ``record`` behind ``after``, and then take the buffer back.

@@ -191,14 +191,22 @@ class DiskTensors:
             self.tensors.append(DiskTensor(self, shape, first, mapped))
             first += shape.num_pieces
 
-    def fetch(
-        self, records: Sequence[int], guest: Guest | None = None
-    ) -> list[tuple[Tensor, Fence]]:
+    def fetch(self, records: Sequence[int]) -> list[tuple[Tensor, Fence]]:
         # The file system gives zeros for what it allocated.
         zeros = self._never_written.intersection(records)
-        buffers, fence = self._lanes.fetch_all(records, zeros, guest)
+        buffers, fence = self._lanes.fetch_all(records, zeros)
         self._staged.update((buffer.data_ptr(), buffer) for buffer in buffers)
         return [(buffer, fence) for buffer in buffers]
+
+    def set_aside(self, values: Sequence[tuple[int, Tensor]], guest: Guest) -> list[Tensor]:
+        """Copy fetched values to memory that is lent, and give their buffers back."""
+        buffers = self._lanes.borrow([record for record, _ in values], guest)
+        self._staged.update((buffer.data_ptr(), buffer) for buffer in buffers)
+        for (_, value), buffer in zip(values, buffers, strict=True):
+            source = self._staged.pop(value.data_ptr())
+            buffer.copy_(source)
+            self._lanes.release(source, [])
+        return buffers
 
     @property
     def reads_to_device(self) -> bool:
@@ -261,18 +269,28 @@ def staged_bytes(tensors: Sequence[DiskTensor]) -> int:
     return sum(tensor.shape.piece_bytes for tensor in tensors)
 
 
-def fetch_together(
-    tensors: Sequence[DiskTensor], piece: int, guest: Guest | None = None
-) -> list[tuple[Tensor, Fence]]:
-    """``fetch`` a piece of each of one file's tensors, as one piece of work.
-
-    ``guest``: memory to read into instead of staging.
-    """
+def fetch_together(tensors: Sequence[DiskTensor], piece: int) -> list[tuple[Tensor, Fence]]:
+    """``fetch`` a piece of each of one file's tensors, as one piece of work."""
     file = _file_of(tensors)
-    fetched = file.fetch([tensor._first + piece for tensor in tensors], guest)
+    fetched = file.fetch([tensor._first + piece for tensor in tensors])
     return [
         (tensor._typed(buffer, piece), fence)
         for tensor, (buffer, fence) in zip(tensors, fetched, strict=True)
+    ]
+
+
+def set_aside(
+    sources: Sequence[tuple[DiskTensor, Tensor]], piece: int, guest: Guest
+) -> list[Tensor]:
+    """Copy what was fetched of one file's tensors to ``guest``, to be stored from there later.
+
+    Return where they are now; what they were in is given back.
+    """
+    file = _file_of([tensor for tensor, _ in sources])
+    values = [(tensor._first + piece, value) for tensor, value in sources]
+    buffers = file.set_aside(values, guest)
+    return [
+        tensor._typed(buffer, piece) for (tensor, _), buffer in zip(sources, buffers, strict=True)
     ]
 
 

@@ -270,10 +270,10 @@ def test_an_update_that_cannot_be_read_whole_keeps_no_staging_buffer(
     backend = outcore.engine_of(model).backend
     fetch, state_file = DiskTensors.fetch, backend._disk
 
-    def fetch_weights(self: DiskTensors, records: Sequence[int], guest: Any = None) -> Any:
+    def fetch_weights(self: DiskTensors, records: Sequence[int]) -> Any:
         if self is state_file:
             raise LaneError("no moments")
-        return fetch(self, records, guest)
+        return fetch(self, records)
 
     loss_of(model, 1).backward()
     monkeypatch.setattr(DiskTensors, "fetch", fetch_weights)

@@ -283,13 +283,14 @@ def test_a_dropped_gradient_that_comes_late_lands_in_no_state(
     assert assert_same(disk, act) > 0
 
 
-def test_a_write_that_fails_is_told_and_gives_the_memory_back(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("call", ["read_at", "write_at"])
+def test_a_call_that_fails_is_told_and_gives_the_memory_back(
+    call: str, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = make(disk=str(disk), weights="host", state="disk")
     guests: list[Guest] = []
     spare = outcore.engine_of(model).backend._waiting.spare
-    lend, write_at = spare.lend, disk_calls.write_at
+    lend, works = spare.lend, getattr(disk_calls, call)
 
     def noted(num_bytes: int) -> Guest | None:
         guest: Guest | None = lend(num_bytes)
@@ -300,12 +301,14 @@ def test_a_write_that_fails_is_told_and_gives_the_memory_back(
     def fail(*arguments: Any) -> int:
         if guests:
             raise OSError(errno.EIO, "Input/output error")
-        return write_at(*arguments)
+        return int(works(*arguments))
 
-    monkeypatch.setattr(spare, "lend", noted)
-    monkeypatch.setattr(disk_calls, "write_at", fail)
     leave_all_to_python(monkeypatch)
     with injected_delays(0.002, seed=1):
+        plain_steps(model, optimizer)  # what was never written is not read
+        outcore.synchronize(model)
+        monkeypatch.setattr(spare, "lend", noted)
+        monkeypatch.setattr(disk_calls, call, fail)
         backward(model, 0)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,7 +1,8 @@
 """The disk under a path: large aligned reads and writes past the page cache, where it allows that.
 
 State that lives on a disk is read and written in one step, so both at once is measured too: most
-disks share one bandwidth between the two.
+disks share one bandwidth between the two. That is looked at several times, over as long as a probe
+takes, and the median counts.
 
 What counts is what lasts, and arrives where it is used. Disks are faster for the first seconds, so
 only the second half of each measurement counts. A buffer that is read into again and again stays in
@@ -40,6 +41,8 @@ _NUM_THREADS = 8  # requests in flight: enough for what the twelve lanes of stat
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _MOST_OF_FREE = 4  # the file takes at most a fourth of what is free
 _FEWEST_BLOCKS = 2 * _NUM_THREADS  # that tell a rate
+_LOOK = 0.75  # at both ways at once, in units of the time for writing
+NUM_LOOKS = 4
 
 
 def default_scratch() -> Path:
@@ -55,6 +58,17 @@ def measure_disk(folder: Path, sizes: ProbeSizes, *, pin: bool = False) -> DiskF
 
     pin: whether memory is pinned, as it is where a GPU copies from it.
     """
+    with measuring_disk(folder, sizes, pin=pin) as disk:
+        while disk.num_looks < NUM_LOOKS:
+            disk.look()
+        return disk.figures()
+
+
+@contextlib.contextmanager
+def measuring_disk(
+    folder: Path, sizes: ProbeSizes, *, pin: bool = False
+) -> Iterator[DiskMeasurement]:
+    """Yield a disk that was written to and read, to be looked at again between other things."""
     free_bytes = free_disk_bytes(folder)
     room_bytes = free_bytes
     memory_bytes = available_host_bytes()
@@ -66,28 +80,65 @@ def measure_disk(folder: Path, sizes: ProbeSizes, *, pin: bool = False) -> DiskF
             f"{folder}: {format_bytes(room_bytes)} are free, and measuring the disk takes "
             f"{format_bytes(_MOST_OF_FREE * sizes.disk_block_bytes)}; --disk names another folder"
         )
+    with contextlib.ExitStack() as stack:
+        with _named_errors(folder):
+            file, is_direct = stack.enter_context(_nameless_file(folder))
+        blocks = _FileBlocks(file, is_direct, num_blocks, sizes, pin)
+        yield DiskMeasurement(folder, blocks, is_direct=is_direct, free_bytes=free_bytes)
+
+
+class DiskMeasurement:
+    """What a disk gives, over as many looks as it gets.
+
+    One that is shared goes up and down by the second, so several short looks tell more than a long
+    one. State on disk rests on both ways at once: only that is looked at again.
+    """
+
+    def __init__(
+        self, folder: Path, blocks: _FileBlocks, *, is_direct: bool, free_bytes: int
+    ) -> None:
+        self._folder = folder
+        self._blocks = blocks
+        self._is_direct = is_direct
+        self._free_bytes = free_bytes
+        self._both_ways: list[float] = []
+        with _named_errors(folder):
+            self._write_bytes_s = blocks.run(_write)
+            self._read_bytes_s = blocks.run(_read)
+        self.look()
+
+    @property
+    def num_looks(self) -> int:
+        return len(self._both_ways)
+
+    def look(self) -> None:
+        """Measure both ways at once, as it is now."""
+        with _named_errors(self._folder):
+            self._both_ways.append(self._blocks.run(_read_and_write, times_as_long=_LOOK))
+
+    def figures(self) -> DiskFigures:
+        file_system = file_system_of(self._folder)
+        return DiskFigures(
+            path=str(self._folder.resolve()),
+            file_system=file_system,
+            free_bytes=self._free_bytes,
+            read_bytes_s=self._read_bytes_s,
+            write_bytes_s=self._write_bytes_s,
+            both_ways_bytes_s=statistics.median(self._both_ways),
+            both_ways_seen_bytes_s=tuple(self._both_ways),
+            is_direct=self._is_direct,
+            is_memory=file_system in _IN_MEMORY,
+        )
+
+
+@contextlib.contextmanager
+def _named_errors(folder: Path) -> Iterator[None]:
     try:
-        with _nameless_file(folder) as (file, is_direct):
-            blocks = _FileBlocks(file, is_direct, num_blocks, sizes, pin)
-            write_bytes_s = blocks.run(_write)
-            read_bytes_s = blocks.run(_read)
-            # State on disk rests on this one, and a shared disk goes up and down by the second.
-            both_ways_bytes_s = blocks.run(_read_and_write, times_as_long=2)
+        yield
     except OSError as error:
         raise StoreError(
             f"{folder}: {error.strerror or error}; --disk names another folder"
         ) from error
-    file_system = file_system_of(folder)
-    return DiskFigures(
-        path=str(folder.resolve()),
-        file_system=file_system,
-        free_bytes=free_bytes,
-        read_bytes_s=read_bytes_s,
-        write_bytes_s=write_bytes_s,
-        both_ways_bytes_s=both_ways_bytes_s,
-        is_direct=is_direct,
-        is_memory=file_system in _IN_MEMORY,
-    )
 
 
 def free_disk_bytes(folder: Path) -> int:
@@ -157,7 +208,7 @@ class _FileBlocks:
             self._buffers.append(buffer.copy_(noise).numpy().data)
 
     def run(
-        self, operation: Callable[[int, memoryview, int], int], *, times_as_long: int = 1
+        self, operation: Callable[[int, memoryview, int], int], *, times_as_long: float = 1.0
     ) -> float:
         """Return bytes a second, while they last; goes through the file again if there is time."""
         limit_s = times_as_long * self._limit_s

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from outcore.machine.machine import Machine
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 Sharing = Literal["separate", "coherent", "unified"]
 """separate: copies over a link. coherent: two memories that both sides can address (Grace Hopper);
 copies still pay. unified: one memory."""
@@ -78,6 +78,7 @@ class DiskFigures:
     read_bytes_s: float
     write_bytes_s: float
     both_ways_bytes_s: float  # each way, while as much is read as written
+    both_ways_seen_bytes_s: tuple[float, ...]  # whenever it was looked at: that is their median
     is_direct: bool  # O_DIRECT; otherwise through the page cache, with a sync
     is_memory: bool  # tmpfs: a disk in name only
 

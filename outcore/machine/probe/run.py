@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,7 +17,13 @@ from outcore.units import format_bytes
 
 from .arithmetic import measure_device
 from .cache import load_report, save_report
-from .disk import default_scratch, free_disk_bytes, measure_disk
+from .disk import (
+    DiskMeasurement,
+    default_scratch,
+    free_disk_bytes,
+    measure_disk,
+    measuring_disk,
+)
 from .facts import find_facts, fingerprint_of, free_memory, probe_device
 from .gpu_direct_storage import WORKS, try_gpu_direct_storage
 from .host import measure_host
@@ -26,6 +33,7 @@ from .sizes import ProbeSizes, full_sizes
 
 # The disk first: what is wrong with a folder that was asked for is said at once.
 STEPS = ("disk", "link", "host memory", "device", "GPUDirect Storage")
+_STEADY = 1.25  # of what a disk gives: the most over the least
 Progress = Callable[[str, int, int], None]  # name of the step that begins, its number, of how many
 
 
@@ -33,6 +41,7 @@ def probe(
     *,
     disk: str | Path | None = None,
     refresh: bool = False,
+    refresh_disk: bool = False,
     sizes: ProbeSizes | None = None,
     cache_folder: Path | None = None,
     progress: Progress | None = None,
@@ -40,7 +49,8 @@ def probe(
     """Return what this machine can do: the report that was kept, or a new one (under a minute).
 
     ``disk`` is the folder whose disk is measured; without it, a kept report serves with whatever
-    disk it has. Free memory is looked up anew each time. ``refresh`` measures everything again.
+    disk it has. Free memory is looked up anew each time. ``refresh`` measures everything again,
+    ``refresh_disk`` the folder's disk alone.
     """
     device = probe_device()
     sizes = sizes or full_sizes(device.type)
@@ -52,15 +62,16 @@ def probe(
         report = _measure(device, sizes, facts, fingerprint, folder, progress or _silent)
         save_report(report, cache_folder)
         return report
-    if folder is not None and (kept.disk is None or kept.disk.path != str(folder.resolve())):
-        (progress or _silent)("disk", 1, 1)
-        sizes = _that_fit(sizes, free_memory(device))
-        kept = replace(
-            kept,
-            disk=measure_disk(folder, sizes, pin=device.type == "cuda"),
-            gpu_direct_storage=try_gpu_direct_storage(device, folder),
-        )
-        save_report(kept, cache_folder)
+    if folder is not None:
+        is_other = kept.disk is None or kept.disk.path != str(folder.resolve())
+        if is_other or refresh_disk:
+            (progress or _silent)("disk", 1, 1)
+            sizes = _that_fit(sizes, free_memory(device))
+            kept = replace(kept, disk=measure_disk(folder, sizes, pin=device.type == "cuda"))
+        if is_other:
+            kept = replace(kept, gpu_direct_storage=try_gpu_direct_storage(device, folder))
+        if is_other or refresh_disk:
+            save_report(kept, cache_folder)
     return replace(kept, free=free_memory(device), disk=_with_free_bytes_now(kept.disk))
 
 
@@ -111,14 +122,17 @@ def _measure(
             "no GPU: the CPU is the device, products are in fp32, the link is a copy in host memory"
         )
     step()
-    disk = _disk(folder, sizes, notes, pin=device.type == "cuda")
     try:
-        step()
-        link = measure_link(device, sizes)
-        step()
-        host = measure_host(sizes)
-        step()
-        device_figures = measure_device(device, sizes, note=notes.append)
+        with _DiskBetween(folder, sizes, notes, pin=device.type == "cuda") as disk:
+            step()
+            link = measure_link(device, sizes)
+            disk.look()
+            step()
+            host = measure_host(sizes)
+            disk.look()
+            step()
+            device_figures = measure_device(device, sizes, note=notes.append)
+            disk.look()
     except torch.OutOfMemoryError as error:
         raise OutOfBudget(
             f"the probe ran out of device memory ({format_bytes(free.device_bytes)} were free); "
@@ -139,29 +153,69 @@ def _measure(
         free=free,
         link=link,
         host=host,
-        disk=disk,
+        disk=disk.figures,
         device=device_figures,
         gpu_direct_storage=gpu_direct_storage,
         notes=tuple(notes),
     )
 
 
-def _disk(
-    folder: Path | None, sizes: ProbeSizes, notes: list[str], *, pin: bool
-) -> DiskFigures | None:
-    """Measure the folder that was asked for, or a default one, whose failure is only noted."""
-    try:
-        disk = measure_disk(folder or default_scratch(), sizes, pin=pin)
-    except StoreError as error:
-        if folder is not None:
-            raise
-        notes.append(f"the disk was not measured: {error}")
-        return None
+class _DiskBetween:
+    """The disk, looked at between other measurements: the folder that was asked for, or a default
+    one, whose failure is only noted."""
+
+    def __init__(
+        self, folder: Path | None, sizes: ProbeSizes, notes: list[str], *, pin: bool
+    ) -> None:
+        self.figures: DiskFigures | None = None
+        self._is_asked_for = folder is not None
+        self._disk: DiskMeasurement | None = None
+        self._notes = notes
+        self._open = contextlib.ExitStack()
+        with self._noted():
+            self._disk = self._open.enter_context(
+                measuring_disk(folder or default_scratch(), sizes, pin=pin)
+            )
+
+    def __enter__(self) -> _DiskBetween:
+        return self
+
+    def look(self) -> None:
+        with self._noted():
+            if self._disk is not None:
+                self._disk.look()
+
+    def __exit__(self, *raised: object) -> None:
+        self._open.close()
+        if self._disk is not None:
+            self.figures = self._disk.figures()
+            self._notes += notes_on(self.figures)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreError as error:
+            if self._is_asked_for:
+                raise
+            self._disk = None
+            self._notes.append(f"the disk was not measured: {error}")
+
+
+def notes_on(disk: DiskFigures) -> list[str]:
+    """Return what to say of a disk beside its figures."""
     if disk.is_memory:
-        notes.append(f"{disk.path} is {disk.file_system}: memory, not a disk")
-    elif not disk.is_direct:
+        return [f"{disk.path} is {disk.file_system}: memory, not a disk"]
+    notes = []
+    if not disk.is_direct:
         notes.append(f"{disk.path} ({disk.file_system}) has no O_DIRECT: buffered, and synced")
-    return disk
+    least, most = min(disk.both_ways_seen_bytes_s), max(disk.both_ways_seen_bytes_s)
+    if most > _STEADY * least:
+        notes.append(
+            f"the disk was not equally fast: {least / 1e9:.2f} to {most / 1e9:.2f} GB/s each way "
+            "within a minute; steps with state on it will differ as much"
+        )
+    return notes
 
 
 def _folder(disk: str | Path | None) -> Path | None:

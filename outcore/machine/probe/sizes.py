@@ -17,7 +17,7 @@ class ProbeSizes:
     disk_bytes: int  # of the file
     disk_block_bytes: int  # of one request, as of a scratch file
     disk_memory_bytes: int  # that blocks are read into and written from
-    disk_s: float  # for writing, and for reading; twice that for both at once
+    disk_s: float  # for writing, and for reading; three times that for both at once, in parts
     device_bytes: int
     matmul_rows: int  # tokens
     matmul_shapes: tuple[tuple[int, int], ...]  # features in, features out
