@@ -100,8 +100,6 @@ def compare(folder: Path, arguments: Any) -> dict[str, Any]:
     start = time.perf_counter()
     result = train(settings, Display(Console(), log_every=25))
     reserved = reserved_bytes(arguments.device)
-    if arguments.device == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0)  # the budget was for the training
     figures["outcore"] = {
         "seconds": time.perf_counter() - start,
         "loss": result.loss,

@@ -21,7 +21,7 @@ from outcore.engine.disk_tier import DiskTier
 from outcore.engine.given_plan import check_plan_is_for, given_plan
 from outcore.engine.homes import is_left_open, usual_homes, without_plan
 from outcore.engine.model_patches import patch_model, unpatch_model
-from outcore.engine.offloaded import Engine
+from outcore.engine.offloaded import Engine, lift_device_limit
 from outcore.engine.options import (
     Choice,
     OffloadOptions,
@@ -234,7 +234,7 @@ def offload_from(
         copy_in.close()
         if disk is not None:
             disk.close()
-        _lift_device_limit(options.device)
+        lift_device_limit(options.device)
         raise
     retie(model, replaced)
     move_buffers(model, options.device)
@@ -284,7 +284,6 @@ def release(model: nn.Module) -> None:
         unpatch_model(engine)
         retie(model, expand_parameters(engine.units))
         engine.close()
-        _lift_device_limit(engine.device)
         del engine
         gc.collect()
 
@@ -337,11 +336,6 @@ def _process_limit(options: OffloadOptions, memory: Ledger | None) -> int | None
         budget = host + (options.device_memory_bytes or 0)
         most = budget if most is None else min(most, budget)
     return None if most is None else anonymous_bytes() + most
-
-
-def _lift_device_limit(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def _use_expandable_segments() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -225,6 +226,7 @@ class Engine:
         self._copy_in.close()
         if self.disk is not None:
             self.disk.close()
+        lift_device_limit(self.device)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -242,6 +244,14 @@ def _versions(unit: Unit) -> dict[str, int]:
 
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def lift_device_limit(device: torch.device) -> None:
+    """Let the process have all of a GPU again, unless another model has a budget there."""
+    others = (engine for engine in _open_engines if not engine._is_closed)
+    if device.type == "cuda" and not any(engine.device.type == "cuda" for engine in others):
+        with contextlib.suppress(RuntimeError):  # a forked process has no GPU
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 @atexit.register

@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,6 +143,23 @@ def test_the_limit_of_a_second_model_leaves_room_for_the_first(
     _, device = _open_books(options)  # type: ignore[arg-type]
     assert device.budget_bytes == (budget or 39)
     assert found["part"] == ((budget or 60 + 39) / 100)
+
+
+def test_the_limit_ends_with_the_last_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever goes on in the same process, to judge what was trained, say, has all of the GPU."""
+    lifted: list[float] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda part, device: lifted.append(part)
+    )
+    models = [offloaded(BY_NAME["llama"].make()) for _ in range(2)]
+    engines = [outcore.engine_of(model) for model in models]
+    for engine in engines:  # as if they were on one
+        engine.options = replace(engine.options, device=torch.device("cuda"))
+    engines[0].close()
+    assert lifted == []
+    engines[1].close()
+    engines[1].close()
+    assert lifted == [1.0]
 
 
 @pytest.mark.parametrize("is_released", [False, True])

@@ -63,6 +63,7 @@ FILES = {
     "2026-11-18-h200-plans-held-large.json": probed("2026-11-18-h200-plans-held-large-probe.json"),
     "2026-11-18-h200-plans-held-tiers.json": probed("2026-11-18-h200-plans-held-tiers-probe.json"),
     "2026-11-18-h200-plans-one-probe.json": probed("2026-11-18-h200-plans-one-probe-probe.json"),
+    "2026-11-18-h200-plans-aside.json": probed("2026-11-18-h200-plans-aside-probe.json"),
 }
 
 
@@ -72,6 +73,7 @@ HOLDING = {
     "2026-11-18-h200-plans-held-large.json",
     "2026-11-18-h200-plans-held-tiers.json",
     "2026-11-18-h200-plans-one-probe.json",
+    "2026-11-18-h200-plans-aside.json",
 }
 # Before these, one lane read and one wrote, in pieces of 16 M elements.
 SEVERAL_LANES = {*HOLDING, "2026-11-18-h200-plans-lanes.json"}
@@ -87,7 +89,19 @@ LASTING = {
 
 
 def during(file: str, row: dict[str, Any], machine: Machine) -> Machine:
-    """The machine with its disk as it was measured around the row, where the probe did not last."""
+    """The machine as the row's plan knew it.
+
+    Its disk is probed anew for each row that needs it. Where an older probe did not last, what was
+    measured around the row counts.
+    """
+    if (probed_anew := row.get("disk")) is not None:
+        return replace(
+            machine,
+            **{
+                f"disk_{way}_bytes_s": probed_anew["before"][f"{way}_bytes_s"]
+                for way in ("read", "write", "both_ways")
+            },
+        )
     if file in LASTING or (disk := row.get("disk_both_ways_bytes_s")) is None:
         return machine
     return replace(machine, disk_both_ways_bytes_s=(disk["before"] + disk["after"]) / 2)
