@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from outcore.kernels.compact_format import BLOCK
 from outcore.planning.plan import Job
@@ -35,7 +36,7 @@ class StateBytes:
                 tensors.append(1.0)
         return cls(weight=weight, gradient=weight, tensors=tuple(tensors))
 
-    @property
+    @cached_property
     def state(self) -> float:
         return sum(self.tensors)
 
@@ -47,12 +48,12 @@ class StateBytes:
         tensors = (*self.tensors, self.weight) if with_master else self.tensors
         return sum(page_aligned_bytes(math.ceil(numel * each)) for each in tensors)
 
-    @property
+    @cached_property
     def moved(self) -> float:
         """State and weight, which an update reads and writes."""
         return self.weight + self.state
 
-    @property
+    @cached_property
     def update_traffic(self) -> float:
         """What one update reads and writes: 26 for fp32 moments and a bf16 weight."""
         return 2 * self.moved + self.gradient

@@ -20,7 +20,7 @@ MAX_DISK_PIECES = 6  # of one unit on its way through the disk
 MAX_STAGED = 16  # pieces that are remembered: more than can be on their way
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class _Pending:
     """A gradient that has left the device and waits for its update."""
 
@@ -52,6 +52,14 @@ class UpdateLanes:
         if costs.machine.is_unified:
             self.tiers = ["device" if tier == "host" else tier for tier in self.tiers]
         self.uses_disk = "disk" in self.tiers
+        # Looked up once: a search plays each of these some hundred thousand times.
+        sizes, all_units = costs.bytes, range(len(self.sizes))
+        self._disk_bytes = [  # of a parameter, on its way to a disk and back
+            sizes.state + (0 if weights == "host" else sizes.weight) for weights in self.weights
+        ]
+        self._gradient_of, self._state_of, self._update_of = (
+            [f"{what} {i}" for i in all_units] for what in ("gradient", "state", "update")
+        )
         self.ready = [0.0] * len(self.sizes)  # new weights of each unit
         self.awaited = [HOST] * len(self.sizes)  # the lane that made them late
         self._largest_piece = float(units.largest_piece)
@@ -120,7 +128,7 @@ class UpdateLanes:
 
     def _leave(self, unit: int, numel: float, after: float) -> float:
         duration = self._costs.to_host_s(numel * self._costs.bytes.gradient, both_ways=True)
-        return self._clock.run(TO_HOST, duration, after, f"gradient {unit}")
+        return self._clock.run(TO_HOST, duration, after, self._gradient_of[unit])
 
     def _waits_or_updates(self, unit: int, at: float) -> float:
         if self._gradients_wait:
@@ -142,10 +150,14 @@ class UpdateLanes:
 
     def _run_pending(self) -> float:
         """Play the update that the host takes next; return its end."""
-        now = max(self._clock.free[HOST], min(p.ready_s for p in self._pending))
-        ready = [p for p in self._pending if p.ready_s <= now]
-        chosen = min(ready, key=lambda p: p.unit)
-        self._pending.remove(chosen)
+        pending = self._pending
+        now = max(self._clock.free[HOST], min([p.ready_s for p in pending]))
+        chosen = None
+        for one in pending:
+            if one.ready_s <= now and (chosen is None or one.unit < chosen.unit):
+                chosen = one
+        assert chosen is not None
+        pending.remove(chosen)
         end = self._on_host(chosen.unit, chosen.numel, chosen.ready_s)
         self._ring_room += chosen.numel
         self._last_updater = self.awaited[chosen.unit]
@@ -197,13 +209,13 @@ class UpdateLanes:
 
     def _hold(self, unit: int, numel: float, arrived: float, held: HeldWrites) -> float:
         """Update state that is not written yet; return when it is."""
-        num_bytes = numel * self._disk_bytes(unit)
+        num_bytes = numel * self._disk_bytes[unit]
         read = self._costs.disk_read_s(num_bytes)
-        here = self._clock.run(DISK_READ, read, self._disk_begins(), f"state {unit}")
+        here = self._clock.run(DISK_READ, read, self._disk_begins(), self._state_of[unit])
         held.hold(unit, num_bytes)
         self.awaited[unit] = DISK_READ
         duration = self._costs.update_on_host_s(numel)
-        return self._clock.run(HOST, duration, max(arrived, here), f"update {unit}")
+        return self._clock.run(HOST, duration, max(arrived, here), self._update_of[unit])
 
     # --- one update ---------------------------------------------------------------------------
 
@@ -212,8 +224,8 @@ class UpdateLanes:
         if self.tiers[unit] != "disk":
             return arrived
         after = max(self._room_in_staging(numel), self._disk_begins())
-        read = self._costs.disk_update_s(numel * self._disk_bytes(unit))
-        return max(arrived, self._clock.run(DISK_READ, read, after, f"state {unit}"))
+        read = self._costs.disk_update_s(numel * self._disk_bytes[unit])
+        return max(arrived, self._clock.run(DISK_READ, read, after, self._state_of[unit]))
 
     def _disk_begins(self) -> float:
         """Return when state may be read: a disk shares what it has between both ways."""
@@ -235,25 +247,18 @@ class UpdateLanes:
         """Return the elements that are read, updated and written as one."""
         return max(self._largest_piece, numel / MAX_DISK_PIECES)
 
-    def _disk_bytes(self, unit: int) -> float:
-        sizes = self._costs.bytes
-        return sizes.state + (0 if self.weights[unit] == "host" else sizes.weight)
-
     def _on_host(self, unit: int, numel: float, after: float) -> float:
         costs, clock = self._costs, self._clock
         on_disk = self.tiers[unit] == "disk"
-        end = clock.run(HOST, costs.update_on_host_s(numel), after, f"update {unit}")
+        end = clock.run(HOST, costs.update_on_host_s(numel), after, self._update_of[unit])
         self.awaited[unit] = HOST
         if on_disk:
-            written = clock.run(
-                DISK_WRITE,
-                costs.disk_update_s(numel * self._disk_bytes(unit)),
-                end,
-                f"state {unit}",
-            )
+            write = costs.disk_update_s(numel * self._disk_bytes[unit])
+            written = clock.run(DISK_WRITE, write, end, self._state_of[unit])
             self._staged.append((numel, written))
             del self._staged[:-MAX_STAGED]
-            self.awaited[unit] = max(DISK_READ, DISK_WRITE, key=lambda lane: clock.free[lane])
+            free = clock.free
+            self.awaited[unit] = DISK_READ if free[DISK_READ] >= free[DISK_WRITE] else DISK_WRITE
             if self.weights[unit] == "disk":
                 end = written
         if self.weights[unit] == "device":
@@ -270,7 +275,7 @@ class UpdateLanes:
             duration += costs.to_device_s(numel * costs.bytes.weight)
         if self.weights[unit] == "host":
             home = costs.to_host_s(numel * costs.bytes.weight)
-        end = clock.compute(duration, after, HOST, f"update {unit}")
+        end = clock.compute(duration, after, HOST, self._update_of[unit])
         return clock.run(TO_HOST, home, end, f"weight {unit}") if home else end
 
 
