@@ -53,6 +53,22 @@ def test_refresh_measures_again(measured: list[str], tmp_path: Path) -> None:
     assert len(measured) == 2
 
 
+def test_a_disk_can_be_measured_again_alone(
+    measured: list[str], quick_report: ProbeReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(quick_report.disk.path) if quick_report.disk else tmp_path
+    first = probe(sizes=QUICK, disk=folder, cache_folder=tmp_path)
+    assert first.disk is not None
+    slower = replace(first.disk, both_ways_bytes_s=12.0)
+    monkeypatch.setattr(run, "measure_disk", lambda *_, **__: slower)
+    assert probe(sizes=QUICK, disk=folder, cache_folder=tmp_path).disk != slower
+    again = probe(sizes=QUICK, disk=folder, cache_folder=tmp_path, refresh_disk=True)
+    assert again.machine.disk_both_ways_bytes_s == 12.0
+    assert again.link == first.link
+    assert probe(sizes=QUICK, cache_folder=tmp_path).machine.disk_both_ways_bytes_s == 12.0
+    assert len(measured) == 1
+
+
 def test_another_disk_is_measured_alone(measured: list[str], tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()

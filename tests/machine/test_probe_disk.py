@@ -7,18 +7,21 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from outcore.errors import StoreError
-from outcore.machine.probe import QUICK, disk, probe
+from outcore.machine.probe import QUICK, disk, probe, run
 from outcore.machine.probe.disk import (
+    DiskMeasurement,
     default_scratch,
     file_system_of,
     lasting_rate,
     measure_disk,
 )
+from outcore.machine.probe.report import DiskFigures
 
 ROOT = Path(__file__).parents[2]
 
@@ -204,6 +207,78 @@ def test_a_default_disk_that_fails_is_only_noted(
     assert report.machine.disk_bytes == 0
     with pytest.raises(StoreError):
         probe(sizes=QUICK, cache_folder=tmp_path, disk=tmp_path)
+
+
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_a_disk_that_fails_at_a_later_look(
+    is_asked_for: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a default one it is noted, like a failure at first."""
+    look, num_looks = DiskMeasurement.look, 0
+
+    def twice(self: DiskMeasurement) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks > 2:
+            raise StoreError(f"{tmp_path}: Input/output error")
+        look(self)
+
+    monkeypatch.setattr(DiskMeasurement, "look", twice)
+    monkeypatch.setattr(run, "default_scratch", lambda: tmp_path)
+    cache = tmp_path / "cache"
+    if is_asked_for:
+        with pytest.raises(StoreError, match="Input/output error"):
+            probe(sizes=QUICK, cache_folder=cache, disk=tmp_path)
+    else:
+        report = probe(sizes=QUICK, cache_folder=cache)
+        assert report.disk is None
+        assert any("Input/output error" in note for note in report.notes)
+    assert [path for path in tmp_path.iterdir() if path != cache] == []
+
+
+def test_the_median_of_several_looks_counts_and_differences_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared disk goes up and down: one slow look is not the disk."""
+    rates = {disk._write: iter([2e9]), disk._read: iter([3e9])}
+    rates[disk._read_and_write] = iter([1.0e9, 1.6e9, 1.7e9, 1.5e9])
+    seen: list[float] = []
+
+    def told(self: Any, operation: Any, *, times_as_long: float = 1.0) -> float:
+        seen.append(next(rates[operation]))
+        return seen[-1]
+
+    monkeypatch.setattr(disk._FileBlocks, "run", told)
+    between: list[str] = []
+    for name in ("measure_link", "measure_host", "measure_device"):
+        measure = getattr(run, name)
+
+        def noted(*arguments: Any, name: str = name, measure: Any = measure, **named: Any) -> Any:
+            between.append(f"{name} after {len(seen)}")
+            return measure(*arguments, **named)
+
+        monkeypatch.setattr(run, name, noted)
+    report = probe(sizes=QUICK, disk=tmp_path, cache_folder=tmp_path)
+    assert between == ["measure_link after 3", "measure_host after 4", "measure_device after 5"]
+    assert report.disk is not None
+    assert report.disk.both_ways_seen_bytes_s == (1.0e9, 1.6e9, 1.7e9, 1.5e9)
+    assert report.machine.disk_both_ways_bytes_s == pytest.approx(1.55e9)
+    assert any("1.00 to 1.70 GB/s each way" in note for note in report.notes)
+
+
+def test_a_steady_disk_needs_no_note() -> None:
+    figures = DiskFigures(
+        path="/mnt",
+        file_system="ext4",
+        free_bytes=1,
+        read_bytes_s=3e9,
+        write_bytes_s=2e9,
+        both_ways_bytes_s=1.5e9,
+        both_ways_seen_bytes_s=(1.4e9, 1.5e9, 1.6e9),
+        is_direct=True,
+        is_memory=False,
+    )
+    assert run.notes_on(figures) == []
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
