@@ -283,20 +283,82 @@ def test_a_dropped_gradient_that_comes_late_lands_in_no_state(
     assert assert_same(disk, act) > 0
 
 
-@pytest.mark.parametrize("call", ["read_at", "write_at"])
-def test_a_call_that_fails_is_told_and_gives_the_memory_back(
-    call: str, disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = make(disk=str(disk), weights="host", state="disk")
+def note_guests(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[Guest]:
+    """Return a list of what will be lent."""
     guests: list[Guest] = []
     spare = outcore.engine_of(model).backend._waiting.spare
-    lend, works = spare.lend, getattr(disk_calls, call)
+    lend = spare.lend
 
     def noted(num_bytes: int) -> Guest | None:
         guest: Guest | None = lend(num_bytes)
         if guest is not None:
             guests.append(guest)
         return guest
+
+    monkeypatch.setattr(spare, "lend", noted)
+    return guests
+
+
+def test_memory_is_not_free_before_what_waits_there_is_written(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make(disk=str(disk), weights="host", state="disk")
+    guests, written = note_guests(model, monkeypatch), threading.Event()
+    write_at = disk_calls.write_at
+
+    def late(fd: int, source: Any, offset: int) -> int:
+        address = source.ctypes.data
+        for guest in guests:
+            if 0 <= address - guest.memory.data_ptr() < guest.memory.numel():
+                written.wait(30)
+        return write_at(fd, source, offset)
+
+    leave_all_to_python(monkeypatch)
+    monkeypatch.setattr(disk_calls, "write_at", late)
+    with injected_delays(0.002, seed=1):
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        for unit in outcore.engine_of(model).units:
+            unit.block_until_updated()
+    assert guests
+    assert [guest for guest in guests if guest.free.is_issued] == []
+    written.set()
+    outcore.synchronize(model)
+    for guest in guests:
+        guest.free.block()
+    outcore.release(model)
+
+
+def test_state_that_cannot_be_set_aside_is_told_and_nobody_waits_for_ever(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make(disk=str(disk), weights="host", state="disk")
+    guests = note_guests(model, monkeypatch)
+
+    def fail(*_: Any) -> None:
+        raise LaneError("no lane")
+
+    monkeypatch.setattr(disk_updater.disk_tensors, "set_aside", fail)
+    with injected_delays(0.002, seed=1):
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(LaneError, match="no lane"):
+            outcore.synchronize(model)
+    assert guests
+    for guest in guests:
+        guest.free.block()
+    outcore.engine_of(model).close()
+
+
+@pytest.mark.parametrize("call", ["read_at", "write_at"])
+def test_a_call_that_fails_is_told_and_gives_the_memory_back(
+    call: str, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make(disk=str(disk), weights="host", state="disk")
+    guests: list[Guest] = []
+    works = getattr(disk_calls, call)
 
     def fail(*arguments: Any) -> int:
         if guests:
@@ -307,7 +369,7 @@ def test_a_call_that_fails_is_told_and_gives_the_memory_back(
     with injected_delays(0.002, seed=1):
         plain_steps(model, optimizer)  # what was never written is not read
         outcore.synchronize(model)
-        monkeypatch.setattr(spare, "lend", noted)
+        guests = note_guests(model, monkeypatch)
         monkeypatch.setattr(disk_calls, call, fail)
         backward(model, 0)
         optimizer.step()

@@ -199,6 +199,8 @@ def test_fp32_halves_the_products_of_a_gpu_but_not_of_a_cpu() -> None:
 def test_budgets_leave_room_for_fragments_and_the_process() -> None:
     given_ = budgets_of(H200, Budgets(device_bytes=10**10, host_bytes=500, disk_bytes=20))
     assert given_ == {"device": 97 * 10**8, "host": 500, "disk": 20}
+    small = Budgets(device_bytes=513 << 20)
+    assert budgets_of(H200, small)["device"] == 433 << 20  # pages that the allocator breaks off
     free = budgets_of(H200, Budgets())
     assert free["device"] < H200.device_memory_bytes
     assert free["host"] < H200.host_memory_bytes

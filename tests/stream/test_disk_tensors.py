@@ -11,14 +11,18 @@ import torch
 from cufile_on_host import CufileOnHost
 
 from outcore.errors import LaneError, StoreError
+from outcore.store.host_arena import HostArena
 from outcore.store.ledger import Ledger
 from outcore.stream.disk_tensors import (
     PIECE_ALIGN,
     DiskShape,
     DiskTensors,
     copy_from_disk,
+    set_aside,
     store_together,
 )
+from outcore.stream.lanes import Fence
+from outcore.stream.staging import Guest
 
 SHAPES = [
     DiskShape(numel=2 * PIECE_ALIGN + 384, dtype=torch.float32, piece_numel=PIECE_ALIGN),
@@ -56,6 +60,39 @@ def test_what_was_never_written_is_zero(disk: DiskTensors) -> None:
             here.block()
             assert not bool(values.any())
             tensor.release(values, [])
+
+
+def test_what_is_set_aside_waits_there_until_it_is_stored(
+    disk: DiskTensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = disk.tensors[0]
+    num_bytes = tensor.shape.piece_bytes
+    arena = HostArena(num_bytes, purpose="guest", ledger=Ledger("host", None), pin=False)
+    guest = Guest(memory=arena.span(num_bytes, torch.uint8).fill_(255))
+    values, here = tensor.fetch(1)
+    here.block()
+    expected = values.copy_(torch.randn(values.shape)).clone()
+    release = disk._lanes.release
+
+    def to_somebody_else(buffer: torch.Tensor, after: list[Fence]) -> None:
+        buffer.fill_(1)  # it may be read into at once
+        release(buffer, after)
+
+    monkeypatch.setattr(disk._lanes, "release", to_somebody_else)
+    (aside,) = set_aside([(tensor, values)], 1, guest)
+    assert aside.data_ptr() == guest.memory.data_ptr()
+    assert torch.equal(aside, expected)
+    others = [tensor.fetch(piece) for piece in (0, 2, 0)]  # every buffer is there again
+    for other, arrived in others:
+        arrived.block()
+        tensor.release(other, [])
+    assert not guest.free.is_issued
+    store_together([(tensor, aside)], 1, []).block()
+    guest.free.block()
+    found, here = tensor.fetch(1)
+    here.block()
+    assert torch.equal(found, expected)
+    tensor.release(found, [])
 
 
 def test_zeros_that_nobody_waited_for_come_before_the_next_value(disk: DiskTensors) -> None:
