@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from outcore.engine.compilation import start_compiler
+from outcore.engine.device_limit import DeviceLimit
 from outcore.engine.disk_tier import DiskTier
 from outcore.engine.given_plan import check_plan_is_for, given_plan
 from outcore.engine.homes import is_left_open, usual_homes, without_plan
 from outcore.engine.model_patches import patch_model, unpatch_model
-from outcore.engine.offloaded import Engine, lift_device_limit
+from outcore.engine.offloaded import Engine
 from outcore.engine.options import (
     Choice,
     OffloadOptions,
@@ -200,7 +201,7 @@ def offload_from(
     if plan is not None:
         check_plan_is_for(plan, model)
     units = build_units(model, options)
-    host_ledger, device_ledger = _open_books(options)
+    host_ledger, device_ledger, device_limit = _open_books(options)
     heap = Heap(_process_limit(options, host_ledger.within))
     if options.is_compiled:
         start_compiler()
@@ -234,7 +235,8 @@ def offload_from(
         copy_in.close()
         if disk is not None:
             disk.close()
-        lift_device_limit(options.device)
+        if device_limit is not None:
+            device_limit.lift()
         raise
     retie(model, replaced)
     move_buffers(model, options.device)
@@ -243,6 +245,7 @@ def offload_from(
         options,
         host_ledger=host_ledger,
         device_ledger=device_ledger,
+        device_limit=device_limit,
         heap=heap,
         slots=slots,
         expansion=expansion,
@@ -288,7 +291,7 @@ def release(model: nn.Module) -> None:
         gc.collect()
 
 
-def _open_books(options: OffloadOptions) -> tuple[Ledger, Ledger]:
+def _open_books(options: OffloadOptions) -> tuple[Ledger, Ledger, DeviceLimit | None]:
     if _engines:
         gc.collect()  # an offloaded model that was dropped is part of cycles, and may be large
     available = available_host_bytes()
@@ -316,14 +319,14 @@ def _open_books(options: OffloadOptions) -> tuple[Ledger, Ledger]:
             limit = device_budget + torch.cuda.memory_reserved(options.device)
         assert limit is not None
         _use_expandable_segments()
-        # The allocator itself refuses more: a budget that is only planned is not a budget.
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), options.device)
-        return Ledger("host", host_budget), Ledger("device", device_budget)
+        device_limit = DeviceLimit(options.device, limit / total)
+        return Ledger("host", host_budget), Ledger("device", device_budget), device_limit
     # The device of a CPU is a part of the same memory.
     memory = Ledger("machine", None if available is None else int(available * HOST_SHARE))
     return (
         Ledger("host", host_budget, within=memory),
         Ledger("device", device_budget, within=memory),
+        None,
     )
 
 

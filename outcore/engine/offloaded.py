@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from outcore.engine.activations import ActivationPolicy
+from outcore.engine.device_limit import DeviceLimit
 from outcore.engine.disk_tier import DiskTier
 from outcore.engine.host_inputs import HostInputs
 from outcore.engine.options import OffloadOptions
@@ -48,6 +48,7 @@ class Engine:
         *,
         host_ledger: Ledger,
         device_ledger: Ledger,
+        device_limit: DeviceLimit | None,
         heap: Heap,
         slots: Slots,
         expansion: Expansion,
@@ -59,6 +60,7 @@ class Engine:
         self.options = options
         self.host_ledger = host_ledger
         self.device_ledger = device_ledger
+        self._device_limit = device_limit
         self.heap = heap
         self.slots = slots
         self.expansion = expansion
@@ -226,7 +228,8 @@ class Engine:
         self._copy_in.close()
         if self.disk is not None:
             self.disk.close()
-        lift_device_limit(self.device)
+        if self._device_limit is not None:
+            self._device_limit.lift()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -244,14 +247,6 @@ def _versions(unit: Unit) -> dict[str, int]:
 
 
 _open_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def lift_device_limit(device: torch.device) -> None:
-    """Let the process have all of a GPU again, unless another model has a budget there."""
-    others = (engine for engine in _open_engines if not engine._is_closed)
-    if device.type == "cuda" and not any(engine.device.type == "cuda" for engine in others):
-        with contextlib.suppress(RuntimeError):  # a forked process has no GPU
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 @atexit.register

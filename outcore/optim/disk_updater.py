@@ -293,7 +293,8 @@ class DiskUpdater:
 def _release(fetched: Sequence[Fetched], guest: Guest | None) -> None:
     """Give back what an update that failed had: what was fetched, and memory it did not use."""
     for tensor, values, _ in fetched:
-        tensor.release(values, [])
+        with contextlib.suppress(LaneError):  # closed: there is nobody to give it back to
+            tensor.release(values, [])
     if guest is not None:
         guest.free.mark_issued()
 

@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 import weakref
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from families import BY_NAME, LR, batch_of, offloaded, relative_difference
 
 import outcore
+from outcore.engine.device_limit import DeviceLimit
 from outcore.engine.offload import _open_books
 
 FAMILIES = [BY_NAME[name] for name in ("llama", "llama-tied", "gpt2", "t5", "mixtral", "bert")]
@@ -134,32 +134,60 @@ def test_the_limit_of_a_second_model_leaves_room_for_the_first(
         "mem_get_info": lambda device: (40 - sum(cached), 100),
         "memory_reserved": lambda device: 60 + sum(cached),
         "set_per_process_memory_fraction": lambda part, device: found.update(part=part),
+        "current_device": lambda: 0,
     }.items():
         monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.setattr("outcore.engine.offload._use_expandable_segments", lambda: None)
     options = SimpleNamespace(
         device=torch.device("cuda"), device_memory_bytes=budget, host_memory_bytes=None
     )
-    _, device = _open_books(options)  # type: ignore[arg-type]
+    _, device, limit = _open_books(options)  # type: ignore[arg-type]
+    assert limit is not None
     assert device.budget_bytes == (budget or 39)
     assert found["part"] == ((budget or 60 + 39) / 100)
+    limit.lift()
+    assert found["part"] == 1.0
 
 
-def test_the_limit_ends_with_the_last_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever goes on in the same process, to judge what was trained, say, has all of the GPU."""
-    lifted: list[float] = []
+def test_the_limit_of_a_model_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever was there before has its own again, and whoever comes after has all of the GPU."""
+    set_: list[tuple[float, int | None]] = []
     monkeypatch.setattr(
-        torch.cuda, "set_per_process_memory_fraction", lambda part, device: lifted.append(part)
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda part, device: set_.append((part, device.index)),
     )
-    models = [offloaded(BY_NAME["llama"].make()) for _ in range(2)]
-    engines = [outcore.engine_of(model) for model in models]
-    for engine in engines:  # as if they were on one
-        engine.options = replace(engine.options, device=torch.device("cuda"))
-    engines[0].close()
-    assert lifted == []
-    engines[1].close()
-    engines[1].close()
-    assert lifted == [1.0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    first = DeviceLimit(torch.device("cuda"), 0.6)
+    second = DeviceLimit(torch.device("cuda", 0), 0.1)
+    elsewhere = DeviceLimit(torch.device("cuda", 1), 1.3)
+    assert set_ == [(0.6, None), (0.1, 0), (1.0, 1)]
+    for limit in (second, second, elsewhere, first):
+        limit.lift()
+    assert set_[3:] == [(0.6, 0), (1.0, 1), (1.0, None)]
+
+
+def test_an_older_model_that_goes_leaves_the_newer_its_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts: list[float] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda part, device: parts.append(part)
+    )
+    first, second = (DeviceLimit(torch.device("cuda", 0), part) for part in (0.6, 0.1))
+    first.lift()
+    assert parts[-1] == 0.1
+    second.lift()
+    assert parts[-1] == 1.0
+
+
+@pytest.mark.parametrize("end", [outcore.release, lambda model: outcore.engine_of(model).close()])
+def test_the_limit_ends_with_the_engine(end: Any) -> None:
+    lifted: list[bool] = []
+    model = offloaded(BY_NAME["llama"].make())
+    outcore.engine_of(model)._device_limit = SimpleNamespace(lift=lambda: lifted.append(True))
+    end(model)
+    assert lifted == [True]
 
 
 @pytest.mark.parametrize("is_released", [False, True])

@@ -59,12 +59,19 @@ def test_a_disk_can_be_measured_again_alone(
     folder = Path(quick_report.disk.path) if quick_report.disk else tmp_path
     first = probe(sizes=QUICK, disk=folder, cache_folder=tmp_path)
     assert first.disk is not None
-    slower = replace(first.disk, both_ways_bytes_s=12.0)
+    slower = replace(first.disk, both_ways_bytes_s=12.0, both_ways_seen_bytes_s=(11.0, 12.0, 30.0))
     monkeypatch.setattr(run, "measure_disk", lambda *_, **__: slower)
     assert probe(sizes=QUICK, disk=folder, cache_folder=tmp_path).disk != slower
     again = probe(sizes=QUICK, disk=folder, cache_folder=tmp_path, refresh_disk=True)
     assert again.machine.disk_both_ways_bytes_s == 12.0
     assert again.link == first.link
+    assert sum("not equally fast: 0.00" in note for note in again.notes) == 1
+    steady = replace(slower, both_ways_seen_bytes_s=(12.0,))
+    monkeypatch.setattr(run, "measure_disk", lambda *_, **__: steady)
+    again = probe(sizes=QUICK, disk=folder, cache_folder=tmp_path, refresh_disk=True)
+    assert not any("equally fast" in note for note in again.notes)  # of what is no longer so
+    with pytest.raises(ValueError, match="name it with disk="):
+        probe(sizes=QUICK, cache_folder=tmp_path, refresh_disk=True)
     assert probe(sizes=QUICK, cache_folder=tmp_path).machine.disk_both_ways_bytes_s == 12.0
     assert len(measured) == 1
 

@@ -352,6 +352,18 @@ def test_state_that_cannot_be_set_aside_is_told_and_nobody_waits_for_ever(
     outcore.engine_of(model).close()
 
 
+def test_lanes_that_are_closed_keep_no_update_from_its_end() -> None:
+    """A close does not wait for ever for a read; its update is told all the same."""
+
+    def release(*_: Any) -> None:
+        raise LaneError("closed")
+
+    guest = Guest(memory=torch.zeros(PAGE_BYTES, dtype=torch.uint8))
+    fetched: Any = [(SimpleNamespace(release=release), torch.zeros(1), Fence())]
+    disk_updater._release(fetched, guest)
+    assert guest.free.is_issued
+
+
 @pytest.mark.parametrize("call", ["read_at", "write_at"])
 def test_a_call_that_fails_is_told_and_gives_the_memory_back(
     call: str, disk: Path, monkeypatch: pytest.MonkeyPatch

@@ -33,6 +33,7 @@ from .sizes import ProbeSizes, full_sizes
 
 # The disk first: what is wrong with a folder that was asked for is said at once.
 STEPS = ("disk", "link", "host memory", "device", "GPUDirect Storage")
+_NOT_MEASURED = "the disk was not measured"
 _STEADY = 1.25  # of what a disk gives: the most over the least
 Progress = Callable[[str, int, int], None]  # name of the step that begins, its number, of how many
 
@@ -52,6 +53,8 @@ def probe(
     disk it has. Free memory is looked up anew each time. ``refresh`` measures everything again,
     ``refresh_disk`` the folder's disk alone.
     """
+    if refresh_disk and disk is None:
+        raise ValueError("refresh_disk measures the disk of a folder: name it with disk=")
     device = probe_device()
     sizes = sizes or full_sizes(device.type)
     folder = _folder(disk)
@@ -67,7 +70,7 @@ def probe(
         if is_other or refresh_disk:
             (progress or _silent)("disk", 1, 1)
             sizes = _that_fit(sizes, free_memory(device))
-            kept = replace(kept, disk=measure_disk(folder, sizes, pin=device.type == "cuda"))
+            kept = _with_disk(kept, measure_disk(folder, sizes, pin=device.type == "cuda"))
         if is_other:
             kept = replace(kept, gpu_direct_storage=try_gpu_direct_storage(device, folder))
         if is_other or refresh_disk:
@@ -199,7 +202,14 @@ class _DiskBetween:
             if self._is_asked_for:
                 raise
             self._disk = None
-            self._notes.append(f"the disk was not measured: {error}")
+            self._notes.append(f"{_NOT_MEASURED}: {error}")
+
+
+def _with_disk(report: ProbeReport, disk: DiskFigures) -> ProbeReport:
+    """Return the report with another disk, or the same as it is now; notes on the old one go."""
+    old = () if report.disk is None else notes_on(report.disk)
+    others = [n for n in report.notes if n not in old and not n.startswith(_NOT_MEASURED)]
+    return replace(report, disk=disk, notes=(*others, *notes_on(disk)))
 
 
 def notes_on(disk: DiskFigures) -> list[str]:
