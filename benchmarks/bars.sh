@@ -10,7 +10,8 @@
 #   benchmarks/bars.sh lora FOLDER DISK      LoRA on 72B; steps while a checkpoint is written
 #
 # Several parts, with commas between them, run one after the other (all of them: 29 minutes) by one
-# probe, before the first figure. Outcore is that of this checkout; its kernels are built where they
+# probe, before the first figure; the disk is probed again just before each plan that rests on it.
+# Outcore is that of this checkout; its kernels are built where they
 # are not.
 # Raw figures go to FOLDER, scratch files and checkpoints to DISK (64 GB). It goes on where something
 # fails; the last lines say what took how long, and the exit status how many failed.

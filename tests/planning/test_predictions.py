@@ -63,6 +63,7 @@ FILES = {
     "2026-11-18-h200-plans-held-large.json": probed("2026-11-18-h200-plans-held-large-probe.json"),
     "2026-11-18-h200-plans-held-tiers.json": probed("2026-11-18-h200-plans-held-tiers-probe.json"),
     "2026-11-18-h200-plans-one-probe.json": probed("2026-11-18-h200-plans-one-probe-probe.json"),
+    "2026-11-18-h200-plans-slow-look.json": probed("2026-11-18-h200-plans-slow-look-probe.json"),
     "2026-11-18-h200-plans-aside.json": probed("2026-11-18-h200-plans-aside-probe.json"),
 }
 
@@ -73,6 +74,7 @@ HOLDING = {
     "2026-11-18-h200-plans-held-large.json",
     "2026-11-18-h200-plans-held-tiers.json",
     "2026-11-18-h200-plans-one-probe.json",
+    "2026-11-18-h200-plans-slow-look.json",
     "2026-11-18-h200-plans-aside.json",
 }
 # Before these, one lane read and one wrote, in pieces of 16 M elements.
@@ -122,6 +124,9 @@ MISSED = {
     ),
     ("2026-11-16-h200-plans-whole.json", "3b-disk-clip"): (
         "the disk had 1.89 GB/s each way by the probe, 1.80 just before and 1.63 after"
+    ),
+    ("2026-11-18-h200-plans-slow-look.json", "3b-disk-wait"): (
+        "the probe's one look at both ways had 1.04 GB/s, the step 1.48 (docs/log.md)"
     ),
     ("2026-11-16-h200-qwen2.5-3b-clipping.json", "outcore, clipping"): (
         "one of five steps took 1.73 s, the others 1.29 (docs/log.md)"
