@@ -2,17 +2,18 @@
 # Every figure that Outcore is held to on a GPU, of one build on one machine, in parts of less than
 # ten minutes each on an H200:
 #
-#   benchmarks/bars.sh exact FOLDER DISK     state on disk; 3B; the same bits in every placement
+#   benchmarks/bars.sh disk FOLDER DISK      state on disk; 3B
 #   benchmarks/bars.sh train FOLDER DISK     7B beside native, and by outcore train; 14B; the longest
 #                                            sequence within 24 GiB
 #   benchmarks/bars.sh loading FOLDER DISK   a 7B checkpoint into its homes
-#   benchmarks/bars.sh tiers FOLDER DISK     72B in three tiers; 32B
+#   benchmarks/bars.sh exact FOLDER DISK     the same bits in every placement; a pretrained model
+#                                            beside plain PyTorch, where DISK has smollm2.gguf
 #   benchmarks/bars.sh lora FOLDER DISK      LoRA on 72B; steps while a checkpoint is written
+#   benchmarks/bars.sh tiers FOLDER DISK     32B; 72B in three tiers
 #
 # Several parts, with commas between them, run one after the other (all of them: 29 minutes) by one
 # probe, before the first figure; the disk is probed again just before each plan that rests on it.
-# Outcore is that of this checkout; its kernels are built where they
-# are not.
+# Outcore is that of this checkout; its kernels are built where they are not.
 # Raw figures go to FOLDER, scratch files and checkpoints to DISK (64 GB). It goes on where something
 # fails; the last lines say what took how long, and the exit status how many failed.
 set -uo pipefail
@@ -20,7 +21,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 parts=${1:?which parts} folder=${2:?where raw figures go} disk=${3:?where scratch files go}
 for part in ${parts//,/ }; do
-  case $part in exact | train | loading | tiers | lora) ;; *) echo "no part is called $part"; exit 2 ;; esac
+  case $part in disk | train | loading | exact | lora | tiers) ;; *) echo "no part is called $part"; exit 2 ;; esac
 done
 export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=passive PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$folder" "$disk"
@@ -54,7 +55,7 @@ verify() {
     --json "$folder/verify-1b-$name.json" >"$disk/verify-1b-$name.txt" 2>&1
 }
 
-# Nothing here is timed: every placement and the tests of the kernels, beside each other.
+# Nothing here is timed: placements, tests that need a GPU, what a model learns, beside each other.
 exactness() {
   local jobs=() job failed=0
   verify kept --only recomputed --only kept --only inputs --only visiting & jobs+=($!)
@@ -64,9 +65,13 @@ exactness() {
   for room in kernels store engine; do
     python3 -m pytest -q -m gpu "tests/$room" >"$disk/tests-$room.txt" 2>&1 & jobs+=($!)
   done
+  if [ -f "$disk/smollm2.gguf" ]; then
+    python3 benchmarks/smollm2.py --gguf "$disk/smollm2.gguf" --json "$folder/smollm2.json" \
+      >"$disk/tests-smollm2.txt" 2>&1 & jobs+=($!)
+  fi
   for job in "${jobs[@]}"; do wait "$job" || failed=1; done
   tail -n 22 "$disk"/verify-1b-*.txt
-  tail -n 1 "$disk"/tests-*.txt
+  tail -n 3 "$disk"/tests-*.txt
   return "$failed"
 }
 
@@ -78,10 +83,9 @@ checkpoint() {
 
 run_part() {
   case $1 in
-  exact)
+  disk)
     run state-on-disk plans disk 3b-disk-wait
     run 3b plans 3b 3b
-    run exactness exactness
     ;;
   train)
     run 7b plans 7b 7b,7b-native
@@ -93,14 +97,15 @@ run_part() {
     run loading python3 benchmarks/loading.py --shape qwen2.5-7b --directory "$disk/checkpoint" \
       --repeats 2 --json "$folder/loading-7b.json"
     ;;
-  tiers)
-    rm -rf "$disk/checkpoint" # 72B takes all the room that there is
-    run 72b plans 72b 72b-minimal-clip
-    run 32b plans 32b 32b-compact
-    ;;
+  exact) run exactness exactness ;;
   lora)
     run lora python3 benchmarks/lora_72b.py --steps 5 --warmup-steps 3 --json "$folder/lora-72b.json"
     run checkpoint checkpoint
+    ;;
+  tiers)
+    run 32b plans 32b 32b-compact
+    rm -rf "$disk/checkpoint" # 72B takes all the room that there is
+    run 72b plans 72b 72b-minimal-clip
     ;;
   esac
 }
