@@ -149,8 +149,12 @@ def made_ahead(arenas: Sequence[HostArena], *, pin: bool) -> Iterator[None]:
                     return
                 if not arena.populate(start, _POPULATED_AT_ONCE_BYTES):
                     break  # an old kernel: filling makes them
-            if pin:
-                arena.pin()
+        # Not between them: while memory is registered, CUDA keeps other threads' copies waiting,
+        # and with them the disk that these read from.
+        for arena in arenas if pin else ():
+            if is_over.is_set():
+                return
+            arena.pin()
 
     with ThreadPoolExecutor(1, thread_name_prefix="outcore-pages") as thread:
         making = thread.submit(make)
