@@ -95,7 +95,7 @@ run_part() {
     ;;
   loading)
     run loading python3 benchmarks/loading.py --shape qwen2.5-7b --directory "$disk/checkpoint" \
-      --repeats 2 --json "$folder/loading-7b.json"
+      --device cuda --device-blocks 9 --repeats 2 --json "$folder/loading-7b.json"
     ;;
   exact) run exactness exactness ;;
   lora)

@@ -9,6 +9,7 @@ that has nothing to do with loading. That rate is reported too. The first load, 
 model's code, is not counted.
 
     python benchmarks/loading.py --json FILE [--shape qwen2.5-1.5b] [--directory DIR]
+                                 [--device cuda --device-blocks 9]
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ import numpy as np
 import torch
 
 import outcore
+from outcore.bench.outcore_run import use_of_lanes
 from outcore.cli.machine import machine_facts
 from outcore.shapes import shape_config
+from outcore.stream.recording import recording
 
 PIECE_BYTES = 8 << 20
 NUM_THREADS = 4
@@ -42,15 +45,18 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen2.5-1.5b")
     parser.add_argument("--directory", type=Path, help="of the checkpoint; default: a new one")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--device-blocks", type=int, default=0, help="that live on the device")
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=".") as temporary:
         directory = arguments.directory or Path(temporary)
         files = checkpoint(directory, arguments.shape)
         num_bytes = sum(path.stat().st_size for path in files)
-        rows = [measure(directory, files, arguments.device) for _ in range(1 + arguments.repeats)]
+        homes = homes_of(arguments)
+        rows = [measure(directory, files, homes) for _ in range(1 + arguments.repeats)]
     figures = report(rows[1:], num_bytes)
-    figures |= {"machine": machine_facts(), "shape": arguments.shape, "device": arguments.device}
+    asked = {name: getattr(arguments, name) for name in ("shape", "device", "device_blocks")}
+    figures |= {"machine": machine_facts(), **asked}
     arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
     for which in ("best", "median"):
         row = figures[which]
@@ -60,6 +66,11 @@ def main() -> None:
             f"{row['of_to_memory']:.2f} of what reaches memory"
         )
     print(f"most memory above the homes: {figures['most_bytes_above_homes'] / 1e6:.0f} MB")
+    for row in figures["runs"]:
+        read = row["reads"]
+        longest = sorted(read["rests_s"], key=lambda rest: -rest[1])[:4]
+        rests = ", ".join(f"{length:.2f} s at {at:.2f}" for at, length in longest)
+        print(f"load {row['load_s']:.2f} s: read for {read['busy_s']:.2f} s, rests {rests}")
 
 
 def checkpoint(directory: Path, shape: str) -> list[Path]:
@@ -75,7 +86,14 @@ def checkpoint(directory: Path, shape: str) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
 
 
-def measure(directory: Path, files: list[Path], device: str) -> dict[str, Any]:
+def homes_of(arguments: Any) -> dict[str, Any]:
+    """Return options of ``outcore.load``: the first blocks on the device, the rest on the host."""
+    num_blocks, first = shape_config(arguments.shape).num_hidden_layers, arguments.device_blocks
+    weights = first * ["device"] + (num_blocks - first) * ["host"]
+    return {"device": arguments.device, "weights": weights, "state": "host"}
+
+
+def measure(directory: Path, files: list[Path], homes: dict[str, Any]) -> dict[str, Any]:
     evict(files)
     disk_s = read_files(files, None)
     num_bytes = sum(path.stat().st_size for path in files)
@@ -85,14 +103,13 @@ def measure(directory: Path, files: list[Path], device: str) -> dict[str, Any]:
     evict(files)
     before = status_bytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
-    start = time.perf_counter()
-    model = outcore.load(
-        directory, device=device, dtype=torch.bfloat16, weights="host", state="host"
-    )
-    load_s = time.perf_counter() - start
+    with recording(torch.device(homes["device"])) as reads:
+        start = time.perf_counter()
+        model = outcore.load(directory, dtype=torch.bfloat16, **homes)
+        load_s = time.perf_counter() - start
     peak = status_bytes("VmHWM")
     units = outcore.engine_of(model).units
-    homes = sum(unit.home.nbytes for unit in units if unit.home.device.type == "cpu")
+    homes_bytes = sum(unit.home.nbytes for unit in units if unit.home.device.type == "cpu")
     outcore.engine_of(model).close()
     del model, units
     gc.collect()
@@ -101,7 +118,8 @@ def measure(directory: Path, files: list[Path], device: str) -> dict[str, Any]:
         "new_memory_s": new_memory_s,
         "to_memory_s": to_memory_s,
         "load_s": load_s,
-        "bytes_above_homes": peak - before - homes,
+        "bytes_above_homes": peak - before - homes_bytes,
+        "reads": use_of_lanes(reads.spans())["disk read"],
     }
 
 

@@ -26,6 +26,7 @@ from outcore.errors import StoreError
 from outcore.kernels.file_copy import CopyRun, read_and_copy
 from outcore.store.host_arena import HostArena
 from outcore.store.ledger import Ledger
+from outcore.stream.recording import recorded
 
 WINDOW_BYTES = 8 << 20
 LEAST_WINDOW_BYTES = 1 << 20
@@ -189,10 +190,11 @@ class _Reading:
         try:
             while (taken := self._take()) is not None:
                 window, file, is_direct = taken
-                if not _copy(window, file, buffer):
-                    num_bytes = _read(window, file, is_direct, buffer)
-                    for run in window.runs:
-                        self._hand_on(window, run, buffer[:num_bytes])
+                with recorded("disk read", window.path.name):
+                    is_copied = _copy(window, file, buffer)
+                    num_bytes = 0 if is_copied else _read(window, file, is_direct, buffer)
+                for run in () if is_copied else window.runs:
+                    self._hand_on(window, run, buffer[:num_bytes])
                 self.done.put(window)
         except BaseException as error:  # told by the thread that waits
             self.done.put(error)
