@@ -2,16 +2,16 @@
 # Every figure that Outcore is held to on a GPU, of one build on one machine, in parts of less than
 # ten minutes each on an H200:
 #
-#   benchmarks/bars.sh disk FOLDER DISK      state on disk; 3B
+#   benchmarks/bars.sh disk FOLDER DISK      3B with its state on disk
 #   benchmarks/bars.sh train FOLDER DISK     7B beside native, and by outcore train; 14B; the longest
 #                                            sequence within 24 GiB
 #   benchmarks/bars.sh loading FOLDER DISK   a 7B checkpoint into its homes
 #   benchmarks/bars.sh exact FOLDER DISK     the same bits in every placement; a pretrained model
 #                                            beside plain PyTorch, where DISK has smollm2.gguf
-#   benchmarks/bars.sh lora FOLDER DISK      LoRA on 72B; steps while a checkpoint is written
 #   benchmarks/bars.sh tiers FOLDER DISK     32B; 72B in three tiers
+#   benchmarks/bars.sh lora FOLDER DISK      LoRA on 72B; steps while a checkpoint is written
 #
-# Several parts, with commas between them, run one after the other (all of them: 29 minutes) by one
+# Several parts, with commas between them, run one after the other (all of them: 28 minutes) by one
 # probe, before the first figure; the disk is probed again just before each plan that rests on it.
 # Outcore is that of this checkout; its kernels are built where they are not.
 # Raw figures go to FOLDER, scratch files and checkpoints to DISK (64 GB). It goes on where something
@@ -83,10 +83,7 @@ checkpoint() {
 
 run_part() {
   case $1 in
-  disk)
-    run state-on-disk plans disk 3b-disk-wait
-    run 3b plans 3b 3b
-    ;;
+  disk) run state-on-disk plans disk 3b-disk-wait ;;
   train)
     run 7b plans 7b 7b,7b-native
     run train python3 benchmarks/train_command.py --checkpoint "$disk/checkpoint" \
@@ -98,14 +95,14 @@ run_part() {
       --device cuda --device-blocks 9 --repeats 2 --json "$folder/loading-7b.json"
     ;;
   exact) run exactness exactness ;;
-  lora)
-    run lora python3 benchmarks/lora_72b.py --steps 5 --warmup-steps 3 --json "$folder/lora-72b.json"
-    run checkpoint checkpoint
-    ;;
   tiers)
     run 32b plans 32b 32b-compact
     rm -rf "$disk/checkpoint" # 72B takes all the room that there is
     run 72b plans 72b 72b-minimal-clip
+    ;;
+  lora)
+    run lora python3 benchmarks/lora_72b.py --steps 5 --warmup-steps 3 --json "$folder/lora-72b.json"
+    run checkpoint checkpoint
     ;;
   esac
 }

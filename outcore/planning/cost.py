@@ -31,7 +31,7 @@ LAUNCH_S = 60e-6  # between two micro-batches of a block
 CLIPPING_S = 0.01  # reading the norm back, and the first launches after it; else no device waits
 COPY_LATENCY_S = 20e-6
 DISK_LATENCY_S = 1e-3
-DISK_UPDATE_SHARE = 0.92  # that updates get of reads and writes which only stream
+DISK_UPDATE_SHARE = 0.88  # that updates get of reads and writes which only stream
 
 
 @dataclass(frozen=True, kw_only=True)
