@@ -18,9 +18,11 @@ import importlib.util
 import json
 import os
 import random
+import statistics
 import tempfile
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from outcore.cli.machine import machine_facts
 from outcore.train.corpus import make_corpus
 from outcore.train.display import Display
+from outcore.train.metrics import read_metrics
 from outcore.train.run import train
 from outcore.train.schedule import LearningRate, warmup_steps
 from outcore.train.settings import TrainSettings
@@ -64,7 +67,9 @@ def main() -> None:
     }
     arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     for name in ("before", "outcore", "plain"):
-        print(f"{name:8s} held-out exact match {figures[name]['exact_match']:.1%}")
+        step_s = figures[name].get("step_s")
+        took = "" if step_s is None else f", {step_s:.3f} s a step"
+        print(f"{name:8s} held-out exact match {figures[name]['exact_match']:.1%}{took}")
 
 
 def compare(folder: Path, arguments: Any) -> dict[str, Any]:
@@ -102,19 +107,26 @@ def compare(folder: Path, arguments: Any) -> dict[str, Any]:
     reserved = reserved_bytes(arguments.device)
     figures["outcore"] = {
         "seconds": time.perf_counter() - start,
+        "step_s": median_step_s(folder / "outcore"),
         "loss": result.loss,
         "device_peak_bytes": result.device_peak_bytes,
         "device_reserved_bytes": reserved,
         "exact_match": exact_match(folder / "outcore", held_out, arguments.device),
     }
     start = time.perf_counter()
-    loss = train_plainly(replace(settings, output=str(folder / "plain")))
+    loss, step_s = train_plainly(replace(settings, output=str(folder / "plain")))
     figures["plain"] = {
         "seconds": time.perf_counter() - start,
+        "step_s": step_s,
         "loss": loss,
         "exact_match": exact_match(folder / "plain", held_out, arguments.device),
     }
     return figures
+
+
+def median_step_s(output: Path) -> float:
+    """Return a step's time without loading, compiling and writing; those of a run's lines."""
+    return statistics.median(x["step_s"] for x in read_metrics(output) if x["kind"] == "train")
 
 
 def forget_peaks(device: str) -> None:
@@ -163,8 +175,10 @@ def chat(problems: list[tuple[int, int]]) -> list[dict[str, str]]:
     return turns
 
 
-def train_plainly(settings: TrainSettings) -> float:
-    """The same batches and learning rates; fp32 parameters and torch's AdamW, all in memory.
+def train_plainly(settings: TrainSettings) -> tuple[float, float]:
+    """Return the last loss and a step's median time.
+
+    The same batches and learning rates; fp32 parameters and torch's AdamW, all in memory.
 
     On a GPU products are in bf16, as Outcore's are.
     """
@@ -184,6 +198,7 @@ def train_plainly(settings: TrainSettings) -> float:
         num_warmup_steps=warmup_steps(settings.warmup, corpus.num_steps),
     )
     loss = torch.zeros(())
+    ends_s = []
     for step in range(corpus.num_steps):
         batch = {k: v.to(settings.device) for k, v in next(corpus.training).items()}
         for group in optimizer.param_groups:
@@ -192,13 +207,15 @@ def train_plainly(settings: TrainSettings) -> float:
             # With a cache transformers lets packed documents see each other.
             loss = model(**batch, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
+        float(norm)  # as often as Outcore's loop waits for the device
+        ends_s.append(time.perf_counter())
     corpus.close()
     model.save_pretrained(settings.output)
     tokenizer.save_pretrained(settings.output)
-    return float(loss)
+    return float(loss), statistics.median(b - a for a, b in pairwise(ends_s))
 
 
 @torch.no_grad()
