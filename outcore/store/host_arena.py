@@ -149,8 +149,8 @@ def made_ahead(arenas: Sequence[HostArena], *, pin: bool) -> Iterator[None]:
                     return
                 if not arena.populate(start, _POPULATED_AT_ONCE_BYTES):
                     break  # an old kernel: filling makes them
-        # Not between them: while memory is registered, CUDA keeps other threads' copies waiting,
-        # and with them the disk that these read from.
+        # Not between them: pages have to be there before who fills them, and while memory is
+        # registered CUDA keeps other threads' copies waiting.
         for arena in arenas if pin else ():
             if is_over.is_set():
                 return

@@ -2,8 +2,9 @@
 
 Each thread reads a window of a file into a buffer of its own, past the page cache where the file
 system can, and hands the bytes on from there. What goes to memory as it is, the library reads and
-copies in pieces that stay in a core's cache. What is read in another order than the files' is read
-again and again; memory that is new for each range costs as much time as the reading.
+copies in pieces that stay in a core's cache; it comes before the rest. What is read in another
+order than the files' is read again and again; memory that is new for each range costs as much time
+as the reading.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def read_ranges(ranges: Sequence[FileRange], *, pin: bool = False) -> Iterator[H
     pin: whether buffers are pinned, for runs that are copied to a GPU.
     Raises StoreError for what cannot be read, and whatever ``put`` raises. No thread is left then.
     """
-    windows = _windows(ranges)
+    windows = sorted(_windows(ranges), key=_needs_put)
     if not windows:
         return
     left = Counter(run.range.owner for window in windows for run in window.runs)
@@ -112,6 +113,15 @@ class _Window:
         granules = (limit - range_.start) // range_.granule_bytes
         end = range_.start + granules * range_.granule_bytes
         return end if end > start else None
+
+
+def _needs_put(window: _Window) -> bool:
+    """Whether not all of it goes to the host's memory as it is.
+
+    Such windows come last: what they copy to a GPU would wait while that memory is pinned, which
+    begins with the reading.
+    """
+    return any(run.range.memory is None for run in window.runs)
 
 
 def window_bytes(ranges: Sequence[FileRange]) -> int:

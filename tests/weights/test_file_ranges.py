@@ -227,3 +227,19 @@ def test_buffers_take_no_more_than_two_owners(
         for i in range(num_owners)
     ]
     assert file_ranges.window_bytes(ranges) == expected_mib << 20
+
+
+def test_what_goes_to_memory_is_read_before_the_rest(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is pinned while it is read, and copies to a GPU would wait for that."""
+    monkeypatch.setattr(file_ranges, "NUM_THREADS", 1)
+    path, num = next(iter(files)), 12
+    takers = []
+    for i in range(num):
+        monkeypatch.setattr(Taker, "is_memory", i % 3 == 1)
+        takers.append(Taker(path, i * WINDOW, (i + 1) * WINDOW))
+    order = [takers.index(taker) for taker in read_ranges([taker.range for taker in takers])]
+    assert order == [i for i in range(num) if i % 3 == 1] + [i for i in range(num) if i % 3 != 1]
+    for taker in takers:
+        assert taker.bytes.numpy().tobytes() == files[path][taker.range.start : taker.range.end]
