@@ -194,7 +194,13 @@ def _patch_methods(model: nn.Module, engine: Engine) -> None:
     before = functools.partial(_before_forward, engine)
     hooks = [
         model.register_forward_pre_hook(before, with_kwargs=True),
-        *(m.register_forward_pre_hook(_without_cache, with_kwargs=True) for m in caching),
+        *(
+            m.register_forward_pre_hook(
+                functools.partial(_without_cache, list(inspect.signature(m.forward).parameters)),
+                with_kwargs=True,
+            )
+            for m in caching
+        ),
     ]
     engine.undo_patches += [hook.remove for hook in hooks]
     engine.undo_patches += hook_saving_and_loading(model, engine)
@@ -257,15 +263,23 @@ def _takes_use_cache(module: nn.Module) -> bool:
 
 
 def _without_cache(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    names: list[str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """In training no block may fill a cache: micro-batches and recomputes would fill it twice."""
+    """In training no block may fill a cache: micro-batches and recomputes would fill it twice.
+
+    names: of what the forward takes, in order. Some models hand on ``use_cache`` by its position.
+    """
     if not torch.is_grad_enabled():
         return None
-    if kwargs.get("past_key_values") is not None:
+    by_position = dict(zip(names, args, strict=False))
+    given = {**by_position, **kwargs}
+    if given.get("past_key_values") is not None:
         raise ValueError("past_key_values cannot be used while gradients are enabled")
-    if kwargs.get("use_cache"):
+    if given.get("use_cache"):
         warnings.warn("use_cache=True is ignored while gradients are enabled", stacklevel=2)
+    if "use_cache" in by_position:
+        position = names.index("use_cache")
+        return (*args[:position], False, *args[position + 1 :]), kwargs
     return args, {**kwargs, "use_cache": False}
 
 

@@ -215,6 +215,20 @@ FAMILIES = [
         ),
     ),
     Family(
+        name="cpm-ant",  # hands on use_cache by its position
+        config=lambda: hf.CpmAntConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            num_attention_heads=4,
+            dim_head=8,
+            dim_ff=48,
+            num_hidden_layers=3,
+            dropout_p=0.0,
+            prompt_length=4,
+            init_std=0.02,
+        ),
+    ),
+    Family(
         name="jamba",  # layers of two classes in one list
         config=_llama_like(
             hf.JambaConfig,
