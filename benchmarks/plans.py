@@ -126,6 +126,8 @@ def main() -> None:
             print(f"{name:16s} disk, GB/s each way, before and after: {seen}")
         arguments.json.write_text(json.dumps({"machine": machine_facts(), "rows": rows}, indent=1))
         print(f"{name:16s} {summary(row)}", flush=True)
+    if failed := [row["setting"] for row in rows if "failed" in row]:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 def disk_now(folder: str) -> DiskFigures:

@@ -105,7 +105,9 @@ def engine_of(file: Path, arguments: Any) -> dict[str, Any]:
     """Return the row of plans.py that ran the same job, by a plan for the whole machine."""
     rows = json.loads(file.read_text())["rows"]
     name = arguments.shape.removeprefix("qwen2.5-")
-    row = next(row for row in rows if row["setting"] == name and "step_s" in row)
+    row = next((row for row in rows if row["setting"] == name and "step_s" in row), None)
+    if row is None:
+        raise SystemExit(f"{file}: no row of {name} that ran")
     tokens = round(row["tokens_per_s"] * row["step_s"])
     if tokens != arguments.sequences * arguments.seq_len:
         raise SystemExit(f"{file}: {name} has {tokens} tokens a step")
