@@ -15,7 +15,8 @@
 # probe, before the first figure; the disk is probed again just before each plan that rests on it.
 # Outcore is that of this checkout; its kernels are built where they are not.
 # Raw figures go to FOLDER, scratch files and checkpoints to DISK (64 GB). It goes on where something
-# fails; the last lines say what took how long, and the exit status how many failed.
+# fails; the last lines say what took how long, and have each figure beside its bar (bars_table.py).
+# The exit status is how many failed or were missed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -111,4 +112,5 @@ run probe probe
 for part in ${parts//,/ }; do run_part "$part"; done
 
 printf '%s\n' "${times[@]}"
+python3 benchmarks/bars_table.py "$folder" || num_failed=$((num_failed + $?))
 exit "$num_failed"

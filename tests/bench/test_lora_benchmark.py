@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from benchmark_scripts import script
 from transformers import Qwen2Config
 
 pytest.importorskip("peft")
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "lora_72b.py"
-
-
-def _script() -> Any:
-    spec = importlib.util.spec_from_file_location("lora_72b", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("frozen_weights", ["int4", "int8"])
@@ -41,7 +29,7 @@ def test_a_tiny_model_runs_through(frozen_weights: str, tmp_path: Path) -> None:
     words += ["--frozen-weights", frozen_weights, "--machine", "h200-pcie5", "--rank", "4"]
     words += ["--device-memory", "512MiB", "--host-memory", "512MiB"]
     words += ["--sequences", "4", "--seq-len", "32", "--steps", "2", "--warmup-steps", "1"]
-    _script().main(words)
+    script("lora_72b").main(words)
     report = json.loads(file.read_text())
     block = 128 * 128 * 2 + 2 * 128 * 64 + 128 + 2 * 64 + 3 * 128 * 352 + 2 * 128
     parameters = 3 * block + 512 * 128
