@@ -202,12 +202,13 @@ def offload_from(
         check_plan_is_for(plan, model)
     units = build_units(model, options)
     host_ledger, device_ledger, device_limit = _open_books(options)
-    heap = Heap(_process_limit(options, host_ledger.within))
-    if options.is_compiled:
-        start_compiler()
-    copy_in = Lane("copy-in", options.device, hardware="to device")
+    copy_in: Lane | None = None
     disk: DiskTier | None = None
     try:
+        heap = Heap(_process_limit(options, host_ledger.within))
+        if options.is_compiled:
+            start_compiler()
+        copy_in = Lane("copy-in", options.device, hardware="to device")
         if options.disk is not None:
             disk = DiskTier(options.disk, host_ledger=host_ledger, device=options.device)
         streamed = [u for u in units if u.weights_home != "device"]
@@ -231,28 +232,29 @@ def offload_from(
             source=source,
             make_disk=disk.make if disk is not None else None,
         )
+        retie(model, replaced)
+        move_buffers(model, options.device)  # these are in no books: the device may refuse them
+        engine = Engine(
+            units,
+            options,
+            host_ledger=host_ledger,
+            device_ledger=device_ledger,
+            device_limit=device_limit,
+            heap=heap,
+            slots=slots,
+            expansion=expansion,
+            copy_in=copy_in,
+            disk=disk,
+            plan=plan,
+        )
     except BaseException:
-        copy_in.close()
+        if copy_in is not None:
+            copy_in.close()
         if disk is not None:
             disk.close()
         if device_limit is not None:
             device_limit.lift()
         raise
-    retie(model, replaced)
-    move_buffers(model, options.device)
-    engine = Engine(
-        units,
-        options,
-        host_ledger=host_ledger,
-        device_ledger=device_ledger,
-        device_limit=device_limit,
-        heap=heap,
-        slots=slots,
-        expansion=expansion,
-        copy_in=copy_in,
-        disk=disk,
-        plan=plan,
-    )
     _engines.add(engine)
     patch_model(model, engine, head)
     return model

@@ -223,13 +223,15 @@ class Engine:
         if getattr(self, "_is_closed", True):
             return
         self._is_closed = True
-        self.backend.close()
-        self.host_inputs.close()
-        self._copy_in.close()
-        if self.disk is not None:
-            self.disk.close()
-        if self._device_limit is not None:
-            self._device_limit.lift()
+        try:
+            self.backend.close()
+            self.host_inputs.close()
+            self._copy_in.close()
+            if self.disk is not None:
+                self.disk.close()
+        finally:  # Ctrl-C in the wait for a thread: nobody comes here a second time
+            if self._device_limit is not None:
+                self._device_limit.lift()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(

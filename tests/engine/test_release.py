@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -188,6 +189,52 @@ def test_the_limit_ends_with_the_engine(end: Any) -> None:
     outcore.engine_of(model)._device_limit = SimpleNamespace(lift=lambda: lifted.append(True))
     end(model)
     assert lifted == [True]
+
+
+def test_the_limit_ends_with_an_engine_that_cannot_be_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another close does nothing: it would stay for all models that come after."""
+    lifted: list[bool] = []
+    engine = outcore.engine_of(offloaded(BY_NAME["llama"].make()))
+    engine._device_limit = SimpleNamespace(lift=lambda: lifted.append(True))
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.backend, "close", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+    assert lifted == [True]
+    engine.backend.close()
+    engine._copy_in.close()
+
+
+@pytest.mark.parametrize("where", ["Heap", "Lane", "move_buffers", "Engine"])
+def test_an_offload_that_fails_leaves_no_limit_thread_or_file(
+    where: str, monkeypatch: pytest.MonkeyPatch, disk: Path
+) -> None:
+    """Buffers are in no books: a device that is full refuses them when all else is in place."""
+    lifted: list[bool] = []
+    limit = SimpleNamespace(lift=lambda: lifted.append(True))
+    monkeypatch.setattr(
+        "outcore.engine.offload._open_books", lambda options: (*_open_books(options)[:2], limit)
+    )
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("the device is full")
+
+    before = outcore_threads()
+    model = BY_NAME["llama"].make()
+    with monkeypatch.context() as patch:
+        patch.setattr(f"outcore.engine.offload.{where}", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            offloaded(model, disk=str(disk), weights="disk")
+    assert lifted == [True]
+    assert outcore_threads() == before
+    assert list(disk.iterdir()) == []
+    outcore.release(offloaded(model))
 
 
 @pytest.mark.parametrize("is_released", [False, True])
