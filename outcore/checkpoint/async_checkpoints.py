@@ -98,6 +98,7 @@ class AsyncCheckpoints:
         if self._snapshots is None:
             self._last = run_state.save(self.folder, self._model, self._optimizer, values)
             return
+        self._optimizer.take_over_writes()
         plain = plain_values(self._model, self._optimizer, values, frozen=self._frozen)
         generators = random_tensors()
         files = self._snapshots.take()

@@ -77,6 +77,7 @@ def save(
 ) -> Path:
     """Write a checkpoint of the state after the last ``step()``; ``values`` must be plain JSON."""
     engine_of(model).synchronize()
+    optimizer.take_over_writes()
     plain = plain_values(model, optimizer, values, frozen=frozen_fingerprint(model))
 
     def write_files(directory: Path) -> tuple[tuple[FileEntry, ...], dict[str, object]]:

@@ -102,6 +102,7 @@ class Engine:
             spare_device_bytes=self.spare_device_bytes,
             wanted_device_bytes=self.policy.wanted_bytes,
             before_settling=self._note_peak,
+            notice_writes=self.notice_writes,
             make_disk=disk.make if disk is not None else None,
         )
         # An input of every block that wants a gradient, so that autograd visits the block even

@@ -183,6 +183,14 @@ class AdamW(torch.optim.Optimizer):
         """Wait until every queued update is done."""
         self._backend.synchronize()
 
+    def take_over_writes(self) -> None:
+        """Before a checkpoint: see what users have written to parameters and state.
+
+        A step and a forward see it by themselves. Until then it is in no master and no record.
+        """
+        self._backend.notice_writes()
+        self._state_writes.follow(self.state)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch's AdamW does; tensors are views of the homes, not copies.
 
@@ -190,6 +198,9 @@ class AdamW(torch.optim.Optimizer):
         compact state 8). State on disk is compared with its checksums first.
         """
         self.synchronize()
+        if self._backend.is_alive:  # what is released has no other copy of what is written to
+            self._backend.notice_writes()
+            self._state_writes.follow_in_place()
         self._backend.check_rest_on_disk()
         steps = self._counts.by_name()
         for name, parameter in self._names():

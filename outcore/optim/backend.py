@@ -68,12 +68,14 @@ class OptimizerBackend:
         spare_device_bytes: Callable[[], int],
         wanted_device_bytes: Callable[[], int] = lambda: 0,
         before_settling: Callable[[], None] = lambda: None,
+        notice_writes: Callable[[], None] = lambda: None,
         make_disk: MakeDisk | None = None,
     ) -> None:
         """``make_disk`` makes the tensors of a scratch file, where there is a disk tier.
 
         Of the spare bytes of the device, others want ``wanted_device_bytes``; ``before_settling``
-        is called before state takes any of them.
+        is called before state takes any of them. ``notice_writes`` takes over what users have
+        written to parameters.
         """
         self.all_units = list(units)
         self.units = [unit for unit in units if unit.layout.trainable_numel]
@@ -90,6 +92,7 @@ class OptimizerBackend:
             wanted_bytes=wanted_device_bytes,
             before_settling=before_settling,
         )
+        self.notice_writes = notice_writes
         self._make_disk = make_disk
         self._pin = device.type == "cuda"
         self._waiting: WaitingSink | None = None
@@ -404,8 +407,13 @@ class OptimizerBackend:
         if self._updaters is not None:
             self._updaters.homes_written()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the model is offloaded still, and this was started."""
+        return self.gradients is not None
+
     def check_alive(self) -> None:
-        if self.gradients is None:
+        if not self.is_alive:
             raise OutcoreError("the model of this optimizer was released by outcore.release()")
 
     def close(self) -> None:

@@ -63,8 +63,7 @@ class StateWrites:
         self._versions = [[v._version for v in views.values()] for _, _, views in self._views]
 
     def follow(self, state: MutableMapping[Tensor, dict[str, Any]]) -> None:
-        """Before a step: take over what was written since the last one."""
-        written: dict[int, Unit] = {}
+        """Before a step or a checkpoint: take over what was written since the last one."""
         taken_out = [
             (unit, name)
             for unit, parameter, views in self._views
@@ -80,10 +79,17 @@ class StateWrites:
                 'the same (it is there again): to begin anew, load {"state": {}, "param_groups": '
                 'optimizer.state_dict()["param_groups"]}'
             )
-        for (unit, parameter, views), before in zip(self._views, self._versions, strict=True):
+        for _, parameter, views in self._views:
             self._take_over(state[parameter], views)
-            if before != [view._version for view in views.values()]:
-                written[unit.index] = unit
+        self.follow_in_place()
+
+    def follow_in_place(self) -> None:
+        """Take over what was written to the views themselves since the last step."""
+        written = {
+            unit.index: unit
+            for (unit, _, views), before in zip(self._views, self._versions, strict=True)
+            if before != [view._version for view in views.values()]
+        }
         if written:
             self._backend.synchronize()
             self._backend.state_replaced(list(written.values()), with_remainder=False)

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_run import CONFIG, PLACEMENTS, Run, assert_same
+from small_run import ALL_PLACEMENTS, CONFIG, PLACEMENTS, Run, assert_same
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import outcore
 from outcore.checkpoint import run_state
+from outcore.checkpoint.async_checkpoints import AsyncCheckpoints
 from outcore.checkpoint.folder import CheckpointFolder
 from outcore.checkpoint.manifest import read_manifest
 from outcore.errors import StoreError
@@ -38,6 +39,37 @@ def test_a_run_goes_on_to_the_same_bits(
     other.train(1)  # whatever it did before is gone
     assert other.load(folder) == 3
     other.train(3)
+    assert other.losses == losses
+    assert_same(other.tensors(), expected)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("placement", ALL_PLACEMENTS, ids=str)
+def test_what_was_written_since_the_last_step_is_in_it(
+    tmp_path: Path, placement: dict[str, Any], is_async: bool, dtype: str
+) -> None:
+    """No forward or step has seen it: masters and records on disk are those from before."""
+    folder, disk = CheckpointFolder(tmp_path / "checkpoints"), tmp_path / "scratch"
+    disk.mkdir()
+    run = Run(disk, dtype=dtype, **placement)
+    checkpoints = AsyncCheckpoints(folder, run.model, run.optimizer, while_training=is_async)
+    run.train(2)
+    outcore.synchronize(run.model)
+    first, second = (run.model.transformer.h[i].mlp.c_fc.weight for i in (0, 1))
+    with torch.no_grad():
+        first.mul_(0.3)
+    run.optimizer.state[first]["exp_avg_sq"].mul_(0.5)
+    state = run.optimizer.state[second]
+    state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+    checkpoints.begin(run.values())
+    checkpoints.close()
+    run.train(2)
+    expected, losses = run.tensors(), run.losses[2:]
+
+    other = Run(disk, seed=9, dtype=dtype, **placement)
+    assert other.load(folder) == 2
+    other.train(2)
     assert other.losses == losses
     assert_same(other.tensors(), expected)
 

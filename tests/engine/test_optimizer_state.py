@@ -328,6 +328,52 @@ def test_what_users_write_into_the_state_counts(
         assert relative_difference(trained[name], tensor) <= 1e-5, name
 
 
+@pytest.mark.parametrize("model_first", [False, True])
+@pytest.mark.parametrize(
+    "placement",
+    [{}, {"weights": "device"}, {"state": "device"}, {"weights": "disk", "state": "disk"}],
+    ids=str,
+)
+def test_what_users_have_written_is_in_a_saved_state_before_a_step_sees_it(
+    disk: Path, placement: dict[str, Any], model_first: bool
+) -> None:
+    options = {**placement, "dtype": "bf16", "disk": str(disk)}
+    model, optimizer = with_optimizer(offloaded(LLAMA.make(), **options))
+    train(model, optimizer, range(2))
+    outcore.synchronize(model)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    with torch.no_grad():
+        weight.mul_(0.3)  # the lower bits of its master are those of another value
+    optimizer.state[weight]["exp_avg"].zero_()
+    savers = [model, optimizer] if model_first else [optimizer, model]
+    saved = {saver: copied(saver.state_dict()) for saver in savers}
+    losses = train(model, optimizer, range(2, 4))
+    expected = weights_of(model)
+    outcore.release(model)
+    again, optimizer_again = with_optimizer(offloaded(LLAMA.make(), **options))
+    again.load_state_dict(saved[model])
+    optimizer_again.load_state_dict(saved[optimizer])
+    assert train(again, optimizer_again, range(2, 4)) == losses
+    assert_equal(weights_of(again), expected)
+    outcore.release(again)
+
+
+def test_the_state_of_a_released_model_can_be_saved(disk: Path) -> None:
+    """Whatever is written to it then: there is nobody left to be told."""
+    model, optimizer = with_optimizer(
+        offloaded(LLAMA.make(), weights="disk", state="disk", dtype="bf16", disk=str(disk))
+    )
+    train(model, optimizer, range(2))
+    outcore.release(model)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    remainder = optimizer.state[weight]["remainder"].clone()
+    with torch.no_grad():
+        weight.mul_(0.3)
+    optimizer.state[weight]["exp_avg"].zero_()
+    optimizer.state_dict()
+    assert torch.equal(optimizer.state[weight]["remainder"], remainder)
+
+
 def test_a_saved_state_is_the_users_own() -> None:
     """Copies that are put into it in place of its tensors do not hide the next state."""
     model, optimizer = with_optimizer(offloaded(LLAMA.make()))
