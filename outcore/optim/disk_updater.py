@@ -230,6 +230,7 @@ class DiskUpdater:
         except BaseException as error:
             _release(staged.fetched, staged.guest)
             update.fail(error)
+            del staged, update  # the error refers to this call
             return
         update.gradient_read(None)
         self.num_updated += update.chunk.numel

@@ -17,7 +17,7 @@ from outcore.kernels import AdamWScalars
 from outcore.optim.state import UnitState
 from outcore.optim.state_format import Rounding
 from outcore.store.spans import ALIGN_ELEMENTS
-from outcore.stream.lanes import Fence
+from outcore.stream.lanes import Fence, forget_locals
 from outcore.stream.unit import Unit
 
 Arrival = tuple[int, int]
@@ -112,6 +112,7 @@ class ChunkUpdate:
         return self.state.cut(self.chunk.start, self.chunk.end)
 
     def fail(self, error: BaseException) -> None:
+        forget_locals(error)
         for fence in (self.weight_ready, self.done):
             fence.error = error
             fence.mark_issued()

@@ -14,6 +14,7 @@ import queue
 import random
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -161,6 +162,8 @@ class Lane:
                     fence.error = LaneError(f"lane {self.name} was closed")
                 else:
                     self._carry_out(work, after, fence, label)
+                    if fence.error is not None:
+                        forget_locals(fence.error)
                 fence.mark_issued()
                 del item, work, after, fence  # hold no tensor while idle
 
@@ -181,6 +184,16 @@ class Lane:
                 fence.event.record(self.stream)
         except BaseException as error:
             fence.error = error
+
+
+def forget_locals(error: BaseException) -> None:
+    """Keep where ``error`` was raised, and nothing of what the functions there worked on.
+
+    Threads refer to fences, and these to errors: a model that was dropped would never be collected.
+    Functions that are still running keep what they have, and are to ``del`` it themselves. Closures
+    keep what they close over.
+    """
+    traceback.clear_frames(error.__traceback__)
 
 
 class _Delays:

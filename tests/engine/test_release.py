@@ -107,6 +107,42 @@ def test_a_forgotten_model_leaves_nothing_behind(trained: bool) -> None:
     assert outcore_threads() - before == set()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weights": "device"},
+        {"state": "disk"},
+        {"weights": "disk", "state": "disk"},
+    ],
+    ids=str,
+)
+def test_a_forgotten_model_leaves_nothing_behind_where_an_update_failed(
+    monkeypatch: pytest.MonkeyPatch, disk: Path, options: dict[str, Any]
+) -> None:
+    """The error is kept for whoever waits, by threads; what they worked on is not kept with it."""
+    gc.collect()
+    before = outcore_threads()
+    model = offloaded(BY_NAME["llama"].make(), disk=str(disk), **options)
+    optimizer = outcore.AdamW(model, lr=LR)
+    model(**batch_of()).loss.backward()
+    with monkeypatch.context() as patched:
+        patched.setattr("outcore.optim.updates.ChunkUpdate.apply", lambda *_: 1 / 0)
+        optimizer.step()
+        try:
+            outcore.synchronize(model)
+        except outcore.LaneError as error:
+            assert "division by zero" in str(error)  # noqa: PT017 - pytest.raises keeps the model
+        else:
+            pytest.fail("nobody was told")
+    del model, optimizer
+    deadline = time.monotonic() + 5
+    while outcore_threads() - before and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+    assert outcore_threads() - before == set()
+
+
 def test_a_failed_update_does_not_keep_a_model_from_its_release(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
