@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import IO, Any, NoReturn, Protocol
 
 from outcore.data.chat_tokens import LossOn
 from outcore.data.encode import EncodedBatch, Encoder
@@ -140,15 +140,19 @@ class _Worker:
 def serve() -> None:
     """Encode what comes in until nothing more does: the whole life of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who started us ends us
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not be taken for an answer
-    questions = sys.stdin.buffer
+    # Who started us may be killed instead, with a question half asked or an answer half read: that
+    # is no fault of ours, and nobody's terminal needs to see where we were.
+    gone = contextlib.suppress(EOFError, BrokenPipeError, pickle.UnpicklingError)
+    with gone, os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)  # whatever a library prints must not be taken for an answer
+        _answer(sys.stdin.buffer, answers)
+
+
+def _answer(questions: IO[bytes], answers: IO[bytes]) -> NoReturn:
+    """Answer each question; EOFError when there are no more."""
     encoder = Encoder(*pickle.load(questions))
     while True:
-        try:
-            batch, row_format = pickle.load(questions)
-        except EOFError:
-            return
+        batch, row_format = pickle.load(questions)
         try:
             answer: EncodedBatch | Exception = encoder.encode(batch, row_format)
         except Exception as error:

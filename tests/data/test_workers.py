@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from tokenizers_made_here import (
 )
 
 from outcore.data.encode import EncodedBatch, EncodeOptions, Encoder
+from outcore.data.raw_rows import RawBatch
 from outcore.data.tokenize import _worthwhile_workers, tokenize
 from outcore.errors import BadRow, LaneError, UnsupportedTemplate
 
@@ -102,6 +104,30 @@ def test_what_a_worker_prints_is_no_answer(tmp_path: Path, source: Path) -> None
     tokenizer.noisy = Noisy()
     cache = tokenize(source, tokenizer, cache_dir=tmp_path / "cache", num_workers=2)
     assert len(documents(cache)) == 100
+
+
+SERVE = "import outcore.data.workers as w; w.serve()"
+
+
+@pytest.mark.parametrize("said", ["nothing", "half of a question", "a question, read by nobody"])
+def test_a_worker_whose_owner_was_killed_ends_without_a_word(said: str) -> None:
+    worker = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}; {SERVE}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    assert worker.stderr is not None
+    worker.stdout.close()
+    if said != "nothing":
+        question = pickle.dumps((RawBatch(path="a.txt", rows=(), num_bytes=0), "text"))
+        worker.stdin.write(pickle.dumps((make_tokenizer(), "answers")))
+        worker.stdin.write(question[: len(question) // (2 if said.startswith("half") else 1)])
+    worker.stdin.close()
+    assert (worker.wait(timeout=120), worker.stderr.read()) == (0, b"")
+    worker.stderr.close()
 
 
 def test_a_script_without_a_main_guard(tmp_path: Path, source: Path) -> None:
