@@ -46,8 +46,8 @@ def tokenize(
 ) -> TokenCache:
     """Return the tokens of the rows at ``paths``, from the cache where they are in it.
 
-    num_workers: processes; None for as many as there are cores, and as the data is worth; where it
-    is worth none, threads.
+    num_workers: processes, of which no more are started than cores can use; None for as many as
+    there are cores, and as the data is worth; where it is worth none, threads.
     The same bytes come out for any number of them.
     """
     if num_workers is not None and num_workers < 1:
@@ -99,7 +99,7 @@ def _build(
         batches = (batch for source in sources for batch in source.read(ALL_FIELDS))
         work = _Work(batches, options.row_format)
         total_bytes = sum(source.size_bytes() for source in sources)
-        num_processes = num_workers or _worthwhile_workers(total_bytes)
+        num_processes = _usable(num_workers) or _worthwhile_workers(total_bytes)
         if num_processes > 1:
             encoded = encode_in_processes(work, tokenizer, options.loss_on, num_processes)
         else:
@@ -125,6 +125,11 @@ def _build(
     except BaseException:
         writer.abandon()
         raise
+
+
+def _usable(num_workers: int | None) -> int | None:
+    """Return how many of them can be of use: each takes some hundred megabytes, work or no work."""
+    return num_workers and min(num_workers, max(_MOST_WORKERS, os.cpu_count() or 1))
 
 
 def _worthwhile_workers(total_bytes: int) -> int:

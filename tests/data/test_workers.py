@@ -24,6 +24,7 @@ from tokenizers_made_here import (
 from outcore.data.encode import EncodedBatch, EncodeOptions, Encoder
 from outcore.data.raw_rows import RawBatch
 from outcore.data.tokenize import _worthwhile_workers, tokenize
+from outcore.data.workers import encode_here
 from outcore.errors import BadRow, LaneError, UnsupportedTemplate
 
 
@@ -167,3 +168,21 @@ def test_small_files_are_not_worth_a_process(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     sizes = (0, 8 << 20, 17 << 20, 1 << 40)
     assert [_worthwhile_workers(size) for size in sizes] == [1, 1, 2, 4]
+
+
+def test_no_more_processes_than_cores_can_use(
+    tmp_path: Path, source: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for 100,000, it would start them all before the first row."""
+    asked = []
+
+    def here(work: Any, tokenizer: Any, loss_on: Any, num_workers: int) -> Any:
+        asked.append(num_workers)
+        return encode_here(work, tokenizer, loss_on, 1)
+
+    monkeypatch.setattr("outcore.data.tokenize.encode_in_processes", here)
+    for cores, num_workers in ((4, 3), (4, 100_000), (96, 64), (96, 100_000)):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        cache_dir = tmp_path / f"{cores}-{num_workers}"
+        tokenize(source, tokenizer, cache_dir=cache_dir, num_workers=num_workers)
+    assert asked == [3, 16, 64, 96]
