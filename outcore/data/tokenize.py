@@ -112,7 +112,7 @@ def _build(
                 raise ValueError(f"{where}: there is no row in it")
             raise ValueError(
                 f"{where}: no row of {report.num_rows} can be used ({report.num_bad_rows} bad, "
-                f"{report.num_empty_rows} empty)"
+                f"{report.num_empty_rows} empty){_first_fault(report)}"
             )
         if fingerprint(sources) != made_from["sources"]:
             raise StoreError("the files of training data changed while they were read; start again")
@@ -125,6 +125,14 @@ def _build(
     except BaseException:
         writer.abandon()
         raise
+
+
+def _first_fault(report: BuildReport) -> str:
+    """Return where and why the first bad row is one, which may be why all of them are."""
+    if not report.first_bad_rows:
+        return ""
+    path, line, why = report.first_bad_rows[0]
+    return f"; {path}, line {line}: {why}"
 
 
 def _usable(num_workers: int | None) -> int | None:
