@@ -23,7 +23,7 @@ from outcore.errors import StoreError
 from outcore.units import format_bytes
 
 _COMMITTED = re.compile(r"step-(\d{9,18})(?:-(\d{1,9}))?")
-_WRITING, _REMOVING = ".writing-", ".removing-"
+_WRITING, _REMOVING, _LOCK = ".writing-", ".removing-", ".lock"
 _MARGIN_BYTES = 64 << 20
 
 WriteFiles = Callable[[Path], tuple[tuple[FileEntry, ...], dict[str, object]]]
@@ -50,6 +50,25 @@ class CheckpointFolder:
         names = [name for of, _, name in self._committed() if of == step]
         return self.path / (names[-1] if names else f"step-{step:09d}")
 
+    def prepare(self) -> None:
+        """Make the folder, and keep other processes from writing to it."""
+        if self._lock_fd is not None:
+            return
+        if not self.path.is_dir():
+            called("create", self.path, lambda: calls.make_directories(self.path))
+        path = self.path / _LOCK
+        try:
+            self._lock_fd = calls.lock(path)
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                return  # a file system without locks
+            if isinstance(error, BlockingIOError):
+                raise StoreError(
+                    f"{self.path}: another process writes here. End it, or name another folder.",
+                    path=self.path,
+                ) from error
+            raise StoreError(f"{path} cannot be locked: {error}", path=path) from error
+
     def check_ready(
         self, num_bytes: int, *, step: int, num_saves: int | None = None, beside_bytes: int = 0
     ) -> None:
@@ -58,7 +77,7 @@ class CheckpointFolder:
         ``num_bytes``: of one checkpoint; ``step``: where the run begins; ``num_saves``: the most
         that it will write, None for any number; ``beside_bytes``: what else will come to this disk.
         """
-        self._prepare()
+        self.prepare()
         newer = [s for s, _, name in self._committed() if s > step and name not in self._given_up]
         if newer:
             raise StoreError(
@@ -86,7 +105,7 @@ class CheckpointFolder:
 
     def commit(self, step: int, num_bytes: int, write_files: WriteFiles) -> Path:
         """Write a checkpoint; the one before stays as it is until this one is whole."""
-        self._prepare()
+        self.prepare()
         self._check_room(num_bytes)
         writing = self.path / f"{_WRITING}{step}-{uuid.uuid4().hex[:8]}"
         try:
@@ -142,6 +161,14 @@ class CheckpointFolder:
             calls.close(self._lock_fd)
             self._lock_fd = None
 
+    def close_and_remove_if_empty(self) -> None:
+        """Leave nothing of a folder that was only there to keep other processes away."""
+        with contextlib.suppress(OSError):
+            if [path.name for path in self.path.iterdir()] == [_LOCK]:
+                (self.path / _LOCK).unlink()
+                self.path.rmdir()
+        self.close()
+
     def _committed(self) -> list[tuple[int, int, str]]:
         """Return (step, number of it, name) of each checkpoint, oldest first."""
         matches = (_COMMITTED.fullmatch(name) for name in self._names())
@@ -160,26 +187,6 @@ class CheckpointFolder:
         numbers = [number for of, number, _ in self._committed() if of == step]
         name = f"step-{step:09d}"
         return self.path / (f"{name}-{max(numbers) + 1}" if numbers else name)
-
-    def _prepare(self) -> None:
-        """Make the folder, and keep other processes from writing to it."""
-        if self._lock_fd is not None:
-            return
-        if not self.path.is_dir():
-            called("create", self.path, lambda: calls.make_directories(self.path))
-        path = self.path / ".lock"
-        try:
-            self._lock_fd = calls.lock(path)
-        except OSError as error:
-            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                return  # a file system without locks
-            if isinstance(error, BlockingIOError):
-                raise StoreError(
-                    f"{self.path}: another process writes checkpoints here. End it, or name "
-                    "another folder.",
-                    path=self.path,
-                ) from error
-            raise StoreError(f"{path} cannot be locked: {error}", path=path) from error
 
     def _prune(self, step: int, given_up: Iterable[str] = ()) -> None:
         """Remove what is older than the last ``keep``, was given up, or is unfinished.

@@ -35,7 +35,7 @@ from outcore.train.lagged_loss import LaggedLoss
 from outcore.train.metrics import FILE_NAME as METRICS
 from outcore.train.metrics import Metrics
 from outcore.train.objective import Objective, objective_for
-from outcore.train.output_directory import BEST, copy_processor, writing
+from outcore.train.output_directory import BEST, copy_processor, refuse_model, writing
 from outcore.train.report_page import FILE_NAME as REPORT
 from outcore.train.report_page import write_report
 from outcore.train.room import best_bytes, check_room_for_model, model_bytes
@@ -92,6 +92,15 @@ class Run:
 
     def train(self) -> TrainResult:
         """Resume, take the steps that are left, and write the model."""
+        self.folder.prepare()  # also where it gets no checkpoint: two runs would mix their files
+        try:
+            refuse_model(self.settings, self.folder)  # another run may just have written one
+            return self._prepared_and_trained()
+        finally:
+            if not self.settings.keep:
+                self.folder.close_and_remove_if_empty()
+
+    def _prepared_and_trained(self) -> TrainResult:
         self.objective = objective_for(
             self.settings, self.corpus, self.model, self.display.reference
         )

@@ -52,10 +52,16 @@ def checkpoints_in(settings: TrainSettings) -> CheckpointFolder:
                 f"{output} has {which} checkpoint of step {found.steps()[-1]}: --resume goes on "
                 "with that run, another --output begins anew"
             )
+    refuse_model(settings, folder)
+    return folder
+
+
+def refuse_model(settings: TrainSettings, folder: CheckpointFolder) -> None:
+    """Refuse to write over a model that no checkpoint shows to be this run's."""
+    output = Path(settings.output)
     if not folder.steps() and any((output / name).exists() for name in _OF_A_MODEL):
         none = ", and no checkpoint to resume from" if settings.resume else " already"
         raise ValueError(f"{output} holds a model{none}: name another --output")
-    return folder
 
 
 def copy_processor(model: Path, output: Path) -> None:

@@ -215,7 +215,7 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
         with os.fdopen(read) as answer:
             return answer.read()
 
-    assert "another process writes checkpoints here" in other_process()
+    assert "another process writes here" in other_process()
     folder.close()
     assert other_process() == ""
 

@@ -6,6 +6,8 @@ import errno
 import io
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from outcore.checkpoint import calls
 from outcore.errors import StoreError
 from outcore.train import loop as loop_module
 from outcore.train import run as run_module
+from outcore.train import subject
 from outcore.train.display import Display
 from outcore.train.output_directory import writing
 from outcore.train.run import train
@@ -104,6 +107,55 @@ def test_the_best_checkpoint_of_a_killed_run_is_not_mixed_with_anothers(
             train(settings, quiet())
     with pytest.raises(ValueError, match="has the best checkpoint of step 2: --resume"):
         train(settings, quiet())
+
+
+HOLDER = """
+from pathlib import Path
+from outcore.checkpoint.folder import CheckpointFolder
+folder = CheckpointFolder(Path({path!r}))
+folder.check_ready(0, step=0)
+print("held", flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+def test_an_output_that_another_process_writes_to(files: Files, keep: int) -> None:
+    settings = files.settings(max_steps=1, keep=keep)
+    path = Path(settings.output) / "checkpoints"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER.format(path=str(path))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(StoreError, match=r"another process writes here\. End it, or name another"):
+        train(settings, quiet())
+    assert path.exists(), "the other's lock stays"
+    assert not (Path(settings.output) / "metrics.jsonl").exists(), "which would be the other's"
+    holder.communicate("\n", timeout=60)
+    assert train(settings, quiet()).is_complete
+    assert path.exists() == bool(keep)
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+def test_a_model_that_another_run_wrote_meanwhile(
+    files: Files, monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
+    make_model, settings = subject.make_model, files.settings(max_steps=1, keep=keep)
+    config = Path(settings.output) / "config.json"
+
+    def made_beside_another(*arguments: Any) -> Any:
+        config.write_text("another's")
+        return make_model(*arguments)
+
+    monkeypatch.setattr(subject, "make_model", made_beside_another)
+    with pytest.raises(ValueError, match="holds a model already: name another --output"):
+        train(settings, quiet())
+    assert config.read_text() == "another's"
 
 
 @pytest.mark.parametrize("keep", [0, 2])
