@@ -6,14 +6,16 @@ import contextlib
 import errno
 import json
 import os
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 FILE_NAME = "metrics.jsonl"
 _TENSORBOARD_FOLDER = "tensorboard"
+_THREAD_ENDS_S = 1.0  # of what is an instant
 
 
 class Metrics:
@@ -39,7 +41,10 @@ class Metrics:
         self._file = self._path.open("ab", buffering=0)
         self._tell = tell
         self._is_failing = False
-        self._board = _board(output, tensorboard, first_step)
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(_board_thread_told_once())
+            self._board = _board(output, tensorboard, first_step)
+            self._until_closed = opened.pop_all()
 
     def add(self, kind: str, step: int, **values: float) -> None:
         """Write one line; ``kind`` is "train" or "eval"."""
@@ -71,7 +76,10 @@ class Metrics:
                 self._board.add_scalar(f"{kind}/{name}", value, step)
         except Exception as error:  # what its thread met; every later call would raise it again
             self._board = None
-            self._tell(f"TensorBoard gets no more figures of this run: {error}")
+            self._tell_of_board(error)
+
+    def _tell_of_board(self, error: Exception) -> None:
+        self._tell(f"TensorBoard gets no more figures of this run: {error}")
 
     def is_evaluated(self, step: int) -> bool:
         """Whether an earlier process evaluated the model after this step."""
@@ -79,9 +87,12 @@ class Metrics:
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            with contextlib.suppress(OSError):  # at the end of a run, of which all is saved
-                self._board.close()
+        with self._until_closed:
+            if self._board is not None:
+                try:
+                    self._board.close()
+                except OSError as error:  # at the end of a run, of which all is saved
+                    self._tell_of_board(error)
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:
@@ -147,6 +158,31 @@ def _board(output: Path, asked: bool | None, first_step: int) -> Any:
         return None  # there, but it does not work: nobody asked for it
     # What an interrupted run logged after its checkpoint is hidden by TensorBoard itself.
     return writer(str(output / _TENSORBOARD_FOLDER), purge_step=first_step or None)
+
+
+@contextlib.contextmanager
+def _board_thread_told_once() -> Iterator[None]:
+    """Print no traceback of the thread that writes for TensorBoard: what it met is raised again by
+    the next call of its writer, and told there.
+    """
+    before = threading.excepthook
+
+    def failed(thread_failed: threading.ExceptHookArgs) -> None:
+        if not _is_of_board(thread_failed.thread):
+            before(thread_failed)
+
+    threading.excepthook = failed
+    try:
+        yield
+    finally:
+        for thread in filter(_is_of_board, threading.enumerate()):
+            thread.join(_THREAD_ENDS_S)  # it has said what it met, and may not have ended yet
+        if threading.excepthook is failed:
+            threading.excepthook = before
+
+
+def _is_of_board(thread: threading.Thread | None) -> bool:
+    return type(thread).__module__.startswith("tensorboard.")
 
 
 def _plain(value: float) -> float | None:

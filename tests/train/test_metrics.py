@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,32 @@ def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # importing it fails
     with pytest.raises(ValueError, match="pip install tensorboard"):
         Metrics(tmp_path, first_step=1, tensorboard=True)
+
+
+def test_a_board_that_fails_is_told_and_prints_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = pytest.importorskip("tensorboard.summary.writer.record_writer")
+    told: list[str] = []
+    printed: list[str] = []
+
+    def print_traceback(failed: threading.ExceptHookArgs) -> None:
+        printed.append(str(failed.exc_value))
+
+    def fail(*_: object) -> None:
+        raise OSError("full")
+
+    def fail_otherwise() -> None:
+        raise ValueError("somebody else's")
+
+    monkeypatch.setattr(threading, "excepthook", print_traceback)
+    metrics = Metrics(tmp_path, first_step=1, tensorboard=True, tell=told.append)
+    monkeypatch.setattr(records.RecordWriter, "write", fail)
+    metrics.add("train", 1, loss=1.0)
+    other = threading.Thread(target=fail_otherwise)
+    other.start()
+    other.join()
+    metrics.close()
+    assert told == ["TensorBoard gets no more figures of this run: full"]
+    assert printed == ["somebody else's"]
+    assert threading.excepthook is print_traceback

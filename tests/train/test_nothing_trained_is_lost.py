@@ -239,7 +239,7 @@ def test_figures_without_room_do_not_end_the_run(
     assert [line["step"] for line in read_metrics(Path(settings.output))] == [1, 2, 5, 6]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # its thread's
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # its thread's
 def test_a_board_without_room_does_not_end_the_run(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
