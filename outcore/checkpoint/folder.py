@@ -210,8 +210,9 @@ class CheckpointFolder:
                     calls.remove_tree(self.path / name)
 
     def _check_room(self, num_bytes: int) -> None:
+        """Refuse what cannot fit; nothing more is spared: the state may be nowhere else by now."""
         free = called("examine", self.path, lambda: calls.free_bytes(self.path))
-        if num_bytes + _MARGIN_BYTES > free:
+        if num_bytes > free:
             raise StoreError(
                 f"{self.path}: a checkpoint takes {format_bytes(num_bytes)}, "
                 f"{format_bytes(free)} are free there. Free space, or keep fewer checkpoints.",

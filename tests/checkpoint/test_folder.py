@@ -261,6 +261,21 @@ def test_room_for_all_that_are_kept_is_asked_for_up_front(
     folder.check_ready(4 << 30, step=1)  # what is there already will be removed
 
 
+def test_a_checkpoint_that_just_fits_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is asked for to spare when a run begins must not cost it the state at its end."""
+    folder = CheckpointFolder(tmp_path)
+    monkeypatch.setattr(calls, "free_bytes", lambda path: 1000)
+    with pytest.raises(StoreError, match=r"64\.0 MiB to spare; 1000 B are free"):
+        folder.check_ready(1000, step=0)
+    folder.commit(1, 1000, lambda directory: ((), {}))
+    assert folder.steps() == [1]
+    with pytest.raises(StoreError, match="a checkpoint takes 1001 B, 1000 B are free there"):
+        folder.commit(2, 1001, lambda directory: ((), {}))
+    assert folder.steps() == [1]
+
+
 def test_a_run_that_begins_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, keep=9)
     for step in (2, 4, 6):
