@@ -29,6 +29,7 @@ from outcore.weights.checkpoint_files import CheckpointFiles, Wanted
 from outcore.weights.converted import check_size, converted
 from outcore.weights.stored_layout import StoredPiece, stored_layout
 from outcore.weights.tied_tensors import check_tied
+from outcore.weights.unused_tensors import tell_unused, unused_tensors
 
 
 def from_config(
@@ -100,13 +101,20 @@ def load(
     if layout is None:
         # Shapes differ, or something is missing: transformers converts the files.
         check_size(base, files.num_elements, path)
-        base = converted(auto_class or auto_class_of(config), path, unlike=files.unlike(base))
+        base = converted(
+            auto_class or auto_class_of(config),
+            path,
+            unlike=files.unlike(base),
+            is_whole=auto_class is None,
+        )
         base.name_or_path = config.name_or_path
         model = _frozen_if_packed(base, options)
         if adapters is not None:
             model = with_adapters(base, adapters)
         return offload(model, **options)
     check_tied(base, files, layout, path)
+    if auto_class is None:  # another class may have no place for a head
+        tell_unused(unused_tensors(base, files, layout), path)
     pieces = {id(parameter): layout[name] for name, parameter in base.named_parameters()}
     model = _frozen_if_packed(base, options)
     if adapters is not None:

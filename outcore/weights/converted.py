@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import nn
 from outcore.blocks import end_module, find_parts
 from outcore.errors import StoreError
 from outcore.model_config import first_line
+from outcore.weights.unused_tensors import some_of, tell_unused
 
 _SPARE_ELEMENTS = 1 << 20  # a new head, or buffers that are not stored
 
@@ -27,10 +27,13 @@ def check_size(model: nn.Module, num_elements: int, directory: Path) -> None:
         )
 
 
-def converted(auto: Any, directory: Path, *, unlike: str | None) -> nn.Module:
+def converted(
+    auto: Any, directory: Path, *, unlike: str | None, is_whole: bool = True
+) -> nn.Module:
     """Return the whole model as transformers makes it of the directory.
 
     unlike: what to say of shapes where it cannot; its own words are a table in a log.
+    is_whole: whether all that the files hold should have a place in the model.
     Transformers draws what the files do not hold. That is meant for a new head, which is told here;
     a block or an embedding of random values is refused.
     """
@@ -52,15 +55,17 @@ def converted(auto: Any, directory: Path, *, unlike: str | None) -> nn.Module:
     needed = sorted(_needed_names(model).intersection(missing))
     if needed:
         raise StoreError(
-            f"{directory}: its files have no weights for {_some_of(needed)}, which its config "
+            f"{directory}: its files have no weights for {some_of(needed)}, which its config "
             "describes. Is it the config of another model, or is a file missing?",
             path=directory,
         )
     if missing:
         warnings.warn(
-            f"{directory} has no weights for {_some_of(missing)}: they begin with random values",
+            f"{directory} has no weights for {some_of(missing)}: they begin with random values",
             stacklevel=3,
         )
+    if is_whole:
+        tell_unused(sorted(found["unexpected_keys"]), directory)
     return model
 
 
@@ -73,8 +78,3 @@ def _needed_names(model: nn.Module) -> set[str]:
     ids = {id(parameter) for module in needed for parameter in module.parameters()}
     named = model.named_parameters(remove_duplicate=False)
     return {name for name, parameter in named if id(parameter) in ids}
-
-
-def _some_of(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
