@@ -7,6 +7,7 @@ PEFT works. The adapters come out whole, drawn from torch's generator of the hos
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ _IN_MEMORY = (
 
 def with_adapters(base: nn.Module, adapters: Any) -> nn.Module:
     """Return ``base``, which may be on meta, with the adapters of a ``peft.LoraConfig``."""
-    peft = _peft_for(adapters)
+    _peft_for(adapters)  # before anything of them is looked at
     stand_ins: dict[int, nn.Parameter] = {}
     meta = {id(p): p for p in base.parameters() if p.is_meta}
     if meta:
@@ -35,7 +36,7 @@ def with_adapters(base: nn.Module, adapters: Any) -> nn.Module:
                 module._parameters[name] = stand_ins[id(parameter)]
     back = {id(stand_in): meta[key] for key, stand_in in stand_ins.items()}
     try:
-        model: nn.Module = peft.get_peft_model(base, adapters)
+        model = adapted(base, adapters)
     finally:
         for module in base.modules():
             for name, parameter in module._parameters.items():
@@ -51,9 +52,23 @@ def with_adapters_on_meta(base: nn.Module, adapters: Any) -> nn.Module:
 
     For a plan: those of a model with many experts are gigabytes.
     """
-    peft = _peft_for(adapters)
+    _peft_for(adapters)
     _check_blind(adapters)
-    model: nn.Module = peft.get_peft_model(base, adapters, low_cpu_mem_usage=True)
+    return adapted(base, adapters, low_cpu_mem_usage=True)
+
+
+def adapted(base: nn.Module, adapters: Any, **options: Any) -> nn.Module:
+    """Return what ``peft.get_peft_model`` does, without what it says of patterns of its own.
+
+    It adds them for experts that are one tensor, looks for them among modules alone, and says that
+    they were ignored, which they are not.
+    """
+    peft = _peft_for(adapters)
+    with warnings.catch_warnings():
+        if not (adapters.rank_pattern or adapters.alpha_pattern):
+            of_patterns = "The following (rank|alpha)_pattern keys did not match"
+            warnings.filterwarnings("ignore", of_patterns, RuntimeWarning)
+        model: nn.Module = peft.get_peft_model(base, adapters, **options)
     return model
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import outcore
-from outcore.adapters import with_adapters_on_meta
+from outcore.adapters import adapted, with_adapters_on_meta
 from outcore.machine import here
 from outcore.model_config import first_line, read_config
 from outcore.model_directory import is_hub_id, model_directory
@@ -121,8 +121,7 @@ def check_targets(settings: TrainSettings, config: Any) -> None:
     linear = {name.rpartition(".")[2] for name, _ in modules}
     known = f"the model's linear layers are {', '.join(sorted(linear))}"
     try:
-        peft: Any = import_module("peft")
-        model = peft.get_peft_model(base, adapters, low_cpu_mem_usage=True)  # without values
+        model: Any = adapted(base, adapters, low_cpu_mem_usage=True)  # without values
     except ValueError as error:  # it finds none at all, or one that takes no adapter
         raise ValueError(f"lora_targets: {first_line(error)} ({known})") from error
     found = model.base_model.targeted_module_names

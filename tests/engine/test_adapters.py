@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import lora
 import transformers as hf
 
 import outcore
-from outcore.adapters import with_adapters
+from outcore.adapters import with_adapters, with_adapters_on_meta
 from outcore.engine.offload import engine_of
 from outcore.model_spec import model_spec
 
@@ -117,6 +118,24 @@ def test_fused_experts_under_adapters() -> None:
     plain, adapted = (model_spec(MIXTRAL, adapters=a) for a in (None, lora.lora()))
     kept = plain.blocks[0].kept_elements_per_token + 4 * 4  # of attention's four adapters
     assert adapted.blocks[0].kept_elements_per_token == kept
+
+
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_patterns_are_said_to_be_ignored_only_where_they_are(is_ours: bool) -> None:
+    """For the experts of Mixtral PEFT adds some of its own, and finds no module for them."""
+    with torch.device("meta"):
+        base = hf.AutoModelForCausalLM.from_config(MIXTRAL)
+    given = {"rank_pattern": {"nothing": 4}} if is_ours else {}
+    adapters = lora.peft.LoraConfig(r=8, target_modules="all-linear", **given)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model: Any = with_adapters_on_meta(base, adapters)
+    said = [str(each.message) for each in told if "did not match any" in str(each.message)]
+    assert any("nothing" in words for words in said) == is_ours
+    assert is_ours or said == []
+    experts = model.base_model.model.model.layers[0].mlp.experts
+    ranks = {p.shape[0] for name, p in experts.named_parameters() if "lora_A" in name}
+    assert ranks == {8 * 8, 2 * 8 * 8}, "the pattern of gate_up_proj counts: twice as many"
 
 
 def test_adapters_come_as_peft_draws_them() -> None:
