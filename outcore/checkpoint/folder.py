@@ -149,7 +149,11 @@ class CheckpointFolder:
             return
         if problems:
             whys = "; ".join(why for _, why in problems)
-            raise StoreError(f"no checkpoint can be used: {whys}", path=self.path)
+            raise StoreError(
+                f"no checkpoint can be used: {whys}; put whole ones back, or begin anew in another "
+                "folder",
+                path=self.path,
+            )
 
     def give_up_after(self, step: int) -> None:
         """Let the next commit remove what is of later steps, which would pass for newer."""

@@ -125,7 +125,7 @@ def test_a_file_cut_at_any_length_is_found(tmp_path: Path) -> None:
 def test_without_any_that_is_whole_the_reasons_are_named(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path)
     (save(folder, 1) / NAME).write_text("{}")
-    with pytest.raises(StoreError, match=r"no checkpoint can be used.*manifest"):
+    with pytest.raises(StoreError, match=r"no checkpoint can be used.*manifest.*; put whole ones"):
         newest(folder)
     assert newest(CheckpointFolder(tmp_path / "empty")) is None
 
