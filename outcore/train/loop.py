@@ -18,6 +18,7 @@ from torch import Tensor
 import outcore
 from outcore.checkpoint import run_state
 from outcore.checkpoint.async_checkpoints import AsyncCheckpoints
+from outcore.checkpoint.contents import checkpoint_bytes
 from outcore.checkpoint.folder import CheckpointFolder
 from outcore.engine.offload import engine_of
 from outcore.engine.run_record import RunRecord
@@ -31,6 +32,7 @@ from outcore.train.corpus import Corpus
 from outcore.train.display import Display
 from outcore.train.evaluation import Evaluated, evaluate
 from outcore.train.figures import StepFigures, TrainResult
+from outcore.train.held_room import HeldRoom
 from outcore.train.lagged_loss import LaggedLoss
 from outcore.train.metrics import FILE_NAME as METRICS
 from outcore.train.metrics import Metrics
@@ -38,7 +40,13 @@ from outcore.train.objective import Objective, objective_for
 from outcore.train.output_directory import BEST, copy_processor, refuse_model, writing
 from outcore.train.report_page import FILE_NAME as REPORT
 from outcore.train.report_page import write_report
-from outcore.train.room import best_bytes, check_room_for_model, model_bytes
+from outcore.train.room import (
+    BESIDE_CHECKPOINT_BYTES,
+    BESIDE_MODEL_BYTES,
+    best_bytes,
+    check_room_for_model,
+    model_bytes,
+)
 from outcore.train.run_values import RunValues, read_values
 from outcore.train.schedule import LearningRate, warmup_steps
 from outcore.train.settings import TrainSettings, to_dict
@@ -82,6 +90,8 @@ class Run:
         self.flops = plan.prediction.tflops * 1e12 * plan.prediction.step_s
         self.objective: Objective
         self.checkpoints: SteadyCheckpoints | None = None
+        self.room_for_checkpoint: HeldRoom
+        self.room_for_model: HeldRoom
         self.step = 0
         self.step_tokens = 0  # of the last step, without padding
         self.is_resumed = False
@@ -108,7 +118,7 @@ class Run:
         at_end = model_bytes(self.model, only_adapters=self.settings.lora)
         if not self.settings.keep:
             check_room_for_model(self.output, at_end)
-            return self._train()
+            return self._holding_room(at_end + BESIDE_MODEL_BYTES, 0)
         every, left = self.settings.save_every, self.corpus.num_steps - self.step
         checkpoints = AsyncCheckpoints(
             self.folder,
@@ -123,8 +133,22 @@ class Run:
             saved_step=self.step if self.is_resumed else None,
             tell=self.display.message,
         )
+        # With --save-every there is an earlier one, should the last one fail.
+        only = 0
+        if every is None:
+            only = checkpoint_bytes(self.model, self.optimizer) + BESIDE_CHECKPOINT_BYTES
         with contextlib.closing(self.checkpoints):
+            return self._holding_room(at_end + BESIDE_MODEL_BYTES, only)
+
+    def _holding_room(self, for_model_bytes: int, for_checkpoint_bytes: int) -> TrainResult:
+        """Train, while the room for the model and the only checkpoint is held on the disk."""
+        self.room_for_model = HeldRoom(self.output, for_model_bytes)
+        self.room_for_checkpoint = HeldRoom(self.output, for_checkpoint_bytes)
+        try:
             return self._train()
+        finally:
+            self.room_for_checkpoint.give_back()
+            self.room_for_model.give_back()
 
     def _train(self) -> TrainResult:
         start_s = time.perf_counter()
@@ -179,12 +203,14 @@ class Run:
     def _save_last(self) -> None:
         if self.checkpoints is None:
             return
+        self.room_for_checkpoint.give_back()
         with self.display.saving(self.folder.directory(self.optimizer.num_steps)):
             self.checkpoints.write(self.step, self._values)
 
     def _write_model(self) -> None:
         steps = self.folder.steps()
         goes_on = f"; --resume goes on from step {steps[-1]}" if steps else ""
+        self.room_for_model.give_back()
         with self.display.saving(self.output), writing(self.output, f"Make room there{goes_on}."):
             self.model.save_pretrained(self.output)
             self.tokenizer.save_pretrained(self.output)

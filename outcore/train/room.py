@@ -12,7 +12,9 @@ from outcore.errors import StoreError
 from outcore.optim.adamw import AdamW
 from outcore.units import format_bytes
 
-_MARGIN_BYTES = 64 << 20  # configs, tokenizer, metrics, report
+BESIDE_MODEL_BYTES = 32 << 20  # configs, tokenizer
+BESIDE_CHECKPOINT_BYTES = 8 << 20  # its manifest, and what the file system needs for its own
+_MARGIN_BYTES = 64 << 20  # these, metrics, report
 
 
 def model_bytes(model: nn.Module, *, only_adapters: bool) -> int:

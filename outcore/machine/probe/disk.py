@@ -49,7 +49,7 @@ def default_scratch() -> Path:
     """Return a folder on a real disk if there is one: the temporary one, the home, this one."""
     candidates = [Path(tempfile.gettempdir()), Path.home(), Path.cwd()]
     usable = [path for path in candidates if path.is_dir() and os.access(path, os.W_OK)]
-    on_disk = [path for path in usable if file_system_of(path) not in _IN_MEMORY]
+    on_disk = [path for path in usable if not lies_in_memory(path)]
     return (on_disk or usable or candidates)[0]
 
 
@@ -145,6 +145,10 @@ def free_disk_bytes(folder: Path) -> int:
     """Return what an ordinary user may still write there."""
     info = os.statvfs(folder)
     return info.f_bavail * info.f_frsize
+
+
+def lies_in_memory(path: Path) -> bool:
+    return file_system_of(path) in _IN_MEMORY
 
 
 def file_system_of(path: Path) -> str:
