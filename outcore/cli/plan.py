@@ -16,10 +16,10 @@ from outcore.cli.plan_answer import Answer, show, write_files
 from outcore.cli.plan_options import (
     HERE,
     budgets,
-    check_budgets,
     check_compare,
     make_job,
     with_asked_memory,
+    within_machine,
 )
 from outcore.cli.report import check_file, console_for, stop
 from outcore.errors import DoesNotFit, OutcoreError, UnsupportedModel
@@ -282,7 +282,7 @@ def plan_command(
     with console.status("planning" if machine != HERE else "measuring this machine and planning"):
         spec = _find_model(model, lora)
         chosen = with_asked_memory(_find_machine(machine, job.budgets.disk_path), job.budgets)
-        check_budgets(job, chosen)
+        job = within_machine(job, chosen)
         chosen = _with_parts(chosen, job.budgets)
         job = replace(job, dtype=planning.default_dtype(chosen, job.state_format))
         plan = _make_plan(spec, chosen, job)

@@ -91,19 +91,25 @@ def with_asked_memory(machine: Machine, budgets: Budgets) -> Machine:
     return replace(machine, host_memory_bytes=asked)
 
 
-def check_budgets(job: Job, machine: Machine) -> None:
-    """Refuse more memory than the machine has: such a plan could not be carried out."""
-    for option, budget, has_bytes in (
-        ("--device-memory", job.budgets.device_bytes, machine.device_memory_bytes),
-        ("--host-memory", job.budgets.host_bytes, machine.host_memory_bytes),
+def within_machine(job: Job, machine: Machine) -> Job:
+    """Return the job with no more memory than the machine has; refuse what is far more.
+
+    A plan for more could not be carried out. Cards have a little less than they are sold with.
+    """
+    memory: dict[str, Any] = {}
+    for tier, budget, has_bytes in (
+        ("device", job.budgets.device_bytes, machine.device_memory_bytes),
+        ("host", job.budgets.host_bytes, machine.host_memory_bytes),
     ):
-        # A card that is sold with 24 has a little less.
-        if budget is not None and budget > 1.1 * has_bytes:
+        if budget is None:
+            continue
+        if budget > 1.1 * has_bytes:
             raise typer.BadParameter(
                 f"{format_bytes(budget)} is more than {machine.name} has, "
                 f"{format_bytes(has_bytes)}",
-                param_hint=option,
+                param_hint=f"--{tier}-memory",
             )
+        memory[f"{tier}_bytes"] = min(budget, has_bytes)
     disk_bytes = job.budgets.disk_bytes
     if machine.name == HERE and disk_bytes:
         if not machine.disk_read_bytes_s:
@@ -116,6 +122,7 @@ def check_budgets(job: Job, machine: Machine) -> None:
                 f"{job.budgets.disk_path}",
                 param_hint="--disk",
             )
+    return replace(job, budgets=replace(job.budgets, **memory))
 
 
 def _size(text: str | None, option: str) -> int | None:

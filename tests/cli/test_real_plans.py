@@ -39,6 +39,19 @@ def test_more_memory_than_the_machine_has_is_refused(machine: str, option: str) 
     assert f"is more than {machine} has" in " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.parametrize(("asked", "has"), [("25.5GiB", "23.5 GiB"), ("20GiB", "20.0 GiB")])
+def test_a_plan_fills_no_more_than_the_card_has(asked: str, has: str, tmp_path: Path) -> None:
+    """What a card is sold with may be asked for; it has a little less."""
+    file = tmp_path / "plan.json"
+    command = ["plan", "qwen2.5-7b", "--machine", "rtx-4090", "--device-memory", asked]
+    result = CliRunner().invoke(app, [*command, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(file.read_text())
+    used = sum(answer["plan"]["peak_bytes"]["device"].values())
+    assert used <= answer["machine"]["device_memory_bytes"]
+    assert f"% of {has}" in result.output
+
+
 @pytest.mark.parametrize(
     ("machine", "state", "is_told"),
     [("cpu-laptop", "compact", True), ("cpu-laptop", "fp32", False), ("m4-max", "compact", False)],
