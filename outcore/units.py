@@ -58,6 +58,11 @@ def format_bytes(num_bytes: int | float) -> str:
     return f"{size:.1f} TiB"
 
 
-def format_tflops(tflops: float) -> str:
-    """Return whole TFLOPS of a GPU, and three digits of what a small model on a CPU reaches."""
-    return f"{tflops:,.0f}" if tflops >= 10 else f"{tflops:.3g}"
+def format_rate(rate: float) -> str:
+    """Return whole TFLOPS or tokens a second, and three digits of the few of a slow machine."""
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.3g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return hundredths of a second, and two digits of what takes less than a tenth."""
+    return f"{seconds:.2f}" if seconds >= 0.1 or seconds == 0 else f"{seconds:.2g}"

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.spinner import Spinner
 
 from outcore.fitting_table import FittingTable
+from outcore.units import format_rate
 
 if TYPE_CHECKING:
     from outcore.bench.job import BenchResult, BenchRow
@@ -67,7 +68,7 @@ class BenchTable:
 def _cells(row: BenchResult) -> list[str]:
     return [
         f"{row.tflops:.0f}" if row.tflops >= 10 else f"{row.tflops:.3f}",
-        f"{row.tokens_per_s:,.0f}",
+        format_rate(row.tokens_per_s),
         f"{row.step_s:.3f}",
         f"{row.device_peak_bytes / 2**30:.1f}" if row.device_peak_bytes else "–",
         f"{row.host_rss_bytes / 2**30:.1f}",

@@ -14,6 +14,7 @@ from outcore.planning.compare import (
     format_tokens,
     verdict_sentences,
 )
+from outcore.units import format_rate
 
 
 def comparison_report(comparison: Comparison) -> RenderableType:
@@ -37,4 +38,4 @@ def comparison_report(comparison: Comparison) -> RenderableType:
 
 def _cells(way: Way) -> tuple[str, str, str, str]:
     money = "–" if way.dollars is None else f"${way.dollars:,.{0 if way.dollars >= 100 else 2}f}"
-    return str(way.num_gpus), f"{way.tokens_per_s:,.0f}", format_duration(way.seconds), money
+    return str(way.num_gpus), format_rate(way.tokens_per_s), format_duration(way.seconds), money

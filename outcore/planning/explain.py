@@ -25,7 +25,7 @@ from outcore.planning.words import (
     printable,
     wall_sentence,
 )
-from outcore.units import format_bytes, format_tflops
+from outcore.units import format_bytes, format_rate, format_seconds
 
 _BAR_WIDTH = 20
 
@@ -52,9 +52,9 @@ def _header(plan: Plan) -> RenderableType:
     prediction = plan.prediction
     lines = [
         f"[bold]{_shown(plan.model)}[/] on [bold]{_shown(plan.machine)}[/]: {job_sentence(plan)}",
-        f"predicted: [bold]{prediction.step_s:.2f} s[/] a step, "
-        f"[bold]{prediction.tokens_per_s:,.0f}[/] tokens/s, "
-        f"[bold]{format_tflops(prediction.tflops)}[/] TFLOPS",
+        f"predicted: [bold]{format_seconds(prediction.step_s)} s[/] a step, "
+        f"[bold]{format_rate(prediction.tokens_per_s)}[/] tokens/s, "
+        f"[bold]{format_rate(prediction.tflops)}[/] TFLOPS",
         f"[dim]micro-batch {plan.micro_batch} sequences, {plan.num_slots} slots, "
         f"{plan.num_visits} state chunks with buffers on the device[/]",
     ]
@@ -113,7 +113,7 @@ def lanes_table(plan: Plan) -> FittingTable:
         style = "bold" if use.binds else "dim" if use.busy_s == 0 else "default"
         table.add_row(
             f"[{style}]{_shown(use.lane)}[/]",
-            f"[{style}]{use.busy_s:.2f}[/]",
+            f"[{style}]{format_seconds(use.busy_s)}[/]",
             f"[{style}]{bar} {use.share:4.0%}[/]",
             "[bold]binds[/]" if use.binds else "",
         )

@@ -34,7 +34,7 @@ from outcore.planning.words import (
     lane_uses,
     wall_sentence,
 )
-from outcore.units import format_bytes, format_tflops
+from outcore.units import format_bytes, format_rate, format_seconds
 
 
 def plan_page(
@@ -97,9 +97,9 @@ def _section(heading: str, body: str) -> str:
 def _tiles(plan: Plan) -> str:
     prediction = plan.prediction
     figures = [
-        ("predicted step", f"{prediction.step_s:.2f} s"),
-        ("tokens/s", f"{prediction.tokens_per_s:,.0f}"),
-        ("TFLOPS", format_tflops(prediction.tflops)),
+        ("predicted step", f"{format_seconds(prediction.step_s)} s"),
+        ("tokens/s", format_rate(prediction.tokens_per_s)),
+        ("TFLOPS", format_rate(prediction.tflops)),
         ("binding lane", prediction.binding_lane),
         ("device peak", format_bytes(plan.tier_bytes("device"))),
         ("host peak", format_bytes(plan.tier_bytes("host"))),
@@ -170,7 +170,7 @@ def _lanes(plan: Plan) -> str:
     rows = [
         [
             text(use.lane),
-            f"{use.busy_s:.2f} s",
+            f"{format_seconds(use.busy_s)} s",
             f"{use.share:.0%}",
             "binds" if use.binds else "",
         ]
@@ -213,5 +213,5 @@ def _comparison(comparison: Comparison) -> str:
 
 def _way_cells(way: Way) -> list[str]:
     money = "–" if way.dollars is None else f"${way.dollars:,.2f}"
-    cells = (f"{way.num_gpus}", f"{way.tokens_per_s:,.0f}", format_duration(way.seconds), money)
+    cells = (f"{way.num_gpus}", format_rate(way.tokens_per_s), format_duration(way.seconds), money)
     return [text(cell) for cell in cells]

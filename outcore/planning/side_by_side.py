@@ -15,7 +15,7 @@ from rich.markup import escape
 from outcore.fitting_table import FittingTable
 from outcore.planning.plan import CHECKPOINT_STAGING, LANES, Plan, Span
 from outcore.planning.words import TIERS, printable
-from outcore.units import format_bytes
+from outcore.units import format_bytes, format_rate
 
 STEP_TOLERANCE = 0.10
 BYTES_TOLERANCE = 0.05
@@ -146,4 +146,4 @@ def side_by_side_table(rows: Iterable[Row]) -> FittingTable:
 def _figure(value: float, unit: str) -> str:
     if unit == "bytes":
         return format_bytes(value)
-    return f"{value:,.0f} {unit}" if unit == "tokens/s" else f"{value:.3f} {unit}"
+    return f"{format_rate(value)} {unit}" if unit == "tokens/s" else f"{value:.3f} {unit}"

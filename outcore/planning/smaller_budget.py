@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outcore.planning.plan import Plan
-from outcore.units import format_bytes
+from outcore.units import format_bytes, format_rate, format_seconds
 
 GIB = 2**30
 
@@ -32,15 +32,15 @@ class SmallerBudget:
             return f"With {size} of device memory it does not fit. {reason}".rstrip()
         before_s, after_s = plan.prediction.step_s, self.plan.prediction.step_s
         if before_s <= 0:
-            return f"With {size} of device memory a step takes {after_s:.2f} s."
+            return f"With {size} of device memory a step takes {format_seconds(after_s)} s."
         change = after_s / before_s - 1
         tokens_per_s = self.plan.prediction.tokens_per_s
         if abs(change) < 0.005:
             return f"With {size} of device memory a step takes as long as now."
         word = "longer" if change > 0 else "less"
         return (
-            f"With {size} of device memory a step takes {after_s:.2f} s, {abs(change):.0%} {word} "
-            f"({tokens_per_s:,.0f} tokens/s)."
+            f"With {size} of device memory a step takes {format_seconds(after_s)} s, "
+            f"{abs(change):.0%} {word} ({format_rate(tokens_per_s)} tokens/s)."
         )
 
 

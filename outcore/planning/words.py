@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from outcore.machine.machine import Machine
 from outcore.planning.device_type import is_parted
 from outcore.planning.plan import LANES, BlockPlan, Clipping, Plan
-from outcore.units import format_bytes
+from outcore.units import format_bytes, format_seconds
 
 TIERS = ("device", "host", "disk")
 CLIPPING_WORDS: dict[Clipping, str] = {
@@ -195,13 +195,15 @@ def binding_sentence(plan: Plan) -> str:
         if share < 0.02:
             return "The binding lane is compute: the device does not wait for data."
         return (
-            f"The binding lane is compute; the device waits {waits_s:.2f} s a step ({share:.0%})."
+            f"The binding lane is compute; the device waits {format_seconds(waits_s)} s a step "
+            f"({share:.0%})."
         )
     work = _LANE_WORK.get(lane, f"{printable(lane)} works")
     busy_s = prediction.busy_s.get(lane, 0.0)
     return (
-        f"The binding lane is {printable(lane)}: {work} for {busy_s:.2f} s of the "
-        f"{prediction.step_s:.2f} s, and the device waits {waits_s:.2f} s ({share:.0%})."
+        f"The binding lane is {printable(lane)}: {work} for {format_seconds(busy_s)} s of the "
+        f"{format_seconds(prediction.step_s)} s, and the device waits {format_seconds(waits_s)} s "
+        f"({share:.0%})."
     )
 
 

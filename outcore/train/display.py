@@ -33,7 +33,7 @@ from outcore.planning.side_by_side import Measurement
 from outcore.train.corpus import Corpus
 from outcore.train.evaluation import Evaluated
 from outcore.train.figures import StepFigures
-from outcore.units import format_bytes
+from outcore.units import format_bytes, format_rate
 
 _QUIET_S = 2.0  # between lines about tokenising
 
@@ -91,7 +91,8 @@ class Display:
         self.console.print(memory_table(plan))
         self.message(
             f"predicted: {prediction.step_s:.3g} s a step, "
-            f"{fill * prediction.tokens_per_s:,.0f} tokens/s; {prediction.binding_lane} binds"
+            f"{format_rate(fill * prediction.tokens_per_s)} tokens/s; "
+            f"{prediction.binding_lane} binds"
         )
 
     def reference(self, number: int, total: int) -> None:
@@ -223,7 +224,7 @@ def figures_line(figures: StepFigures) -> str:
     tflops = f"{figures.tflops:,.1f}" if figures.tflops >= 1 else f"{figures.tflops:.3g}"
     return (
         f"loss {figures.loss:.4f}  norm {norm}  lr {figures.lr:.2e}  "
-        f"{figures.tokens_per_s:,.0f} tokens/s  {tflops} TFLOPS"
+        f"{format_rate(figures.tokens_per_s)} tokens/s  {tflops} TFLOPS"
     )
 
 

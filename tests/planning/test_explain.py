@@ -81,6 +81,15 @@ def test_the_table_has_every_fact() -> None:
         assert fact in " ".join(text.split()), fact
 
 
+def test_a_slow_step_has_tokens_and_a_short_one_has_seconds() -> None:
+    slow = with_prediction(make_plan(), step_s=3.11, tokens_per_s=0.3215)
+    assert "0.322 tokens/s" in shown(explain(slow))
+    short = with_prediction(make_plan(), step_s=0.0149, tokens_per_s=67.0, busy_s={"compute": 5e-3})
+    text = shown(explain(short))
+    assert "0.015 s a step, 67 tokens/s" in text
+    assert "compute       0.005 " in text
+
+
 def test_it_fits_80_columns() -> None:
     text = shown(explain(make_plan(), machine=make_machine()), width=80)
     assert max(map(len, text.splitlines())) <= 80
