@@ -1,7 +1,8 @@
 """Adapters that are merged into their base, or taken out of it, while the model is offloaded.
 
 PEFT writes the base's weights past the counter by which writes to parameters are noticed: copies in
-slots, and records on disk, would stay as they were.
+slots, and records on disk, would stay as they were. Some methods, DoRA among them, even give the
+weights other memory, which no home would ever see.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from outcore.engine.offloaded import Engine
 from outcore.errors import OutcoreError
+from outcore.stream.unit import Unit
 
 METHODS = ("merge", "unmerge")
 
@@ -52,6 +55,20 @@ def _write_base(
             "merged adapters cannot be switched off in a forward: call unmerge_adapter() before"
         )
     engine.synchronize()
-    result = original(*args, **kwargs)
-    engine.weights_replaced(units, by_torch=True)
-    return result
+    try:
+        return original(*args, **kwargs)
+    finally:  # also where the second of two adapters failed: the first is in the weights
+        for unit in units:
+            _bring_home(unit, own)
+        engine.weights_replaced(units, by_torch=True)
+
+
+def _bring_home(unit: Unit, own: set[int]) -> None:
+    """Copy values that were given other memory into the unit's home, and point there again."""
+    homes = unit.layout.separate(unit.home)
+    for name, home in homes.items():
+        parameter = unit.parameters[name]
+        if id(parameter) in own and parameter.data_ptr() != home.data_ptr():
+            with torch.no_grad():
+                home.copy_(parameter)
+            parameter.data = home

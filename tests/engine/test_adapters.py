@@ -228,14 +228,18 @@ def test_the_whole_base_never_exists_beside_its_packed_form() -> None:
 
 @pytest.mark.parametrize("homes", [("host", "host"), ("device", "host"), ("disk", "disk")])
 @pytest.mark.parametrize("num_slots", [1, 4])
-def test_merged_adapters_count(homes: tuple[str, str], num_slots: int, tmp_path: Path) -> None:
-    """PEFT writes the base without telling; copies in slots and on disk follow."""
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_merged_adapters_count(
+    homes: tuple[str, str], num_slots: int, use_dora: bool, tmp_path: Path
+) -> None:
+    """PEFT writes the base without telling, DoRA in other memory; copies and records follow."""
     import peft
 
     def make() -> Any:
         torch.manual_seed(0)
         base = hf.LlamaForCausalLM(lora.config())
-        return lora.moved_adapters(peft.get_peft_model(base, lora.lora())).eval()
+        config = lora.lora(use_dora=use_dora)
+        return lora.moved_adapters(peft.get_peft_model(base, config)).eval()
 
     ids = torch.randint(0, lora.VOCAB, (2, 8), generator=torch.Generator().manual_seed(1))
     plain = make()
@@ -250,10 +254,12 @@ def test_merged_adapters_count(homes: tuple[str, str], num_slots: int, tmp_path:
             return model(input_ids=ids).logits + 0, plain(input_ids=ids).logits
 
     torch.testing.assert_close(*logits())
+    saved = model.state_dict()  # of the homes
     for name in ("merge_adapter", "unmerge_adapter", "merge_adapter"):
         for each in (model, plain):
             getattr(each, name)()
         torch.testing.assert_close(*logits())
+        torch.testing.assert_close(saved, plain.state_dict())
     with pytest.raises(outcore.OutcoreError, match="unmerge_adapter"), model.disable_adapter():
         model(input_ids=ids)
     with pytest.raises(outcore.OutcoreError, match="safe_merge"):
