@@ -295,6 +295,12 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError("give all parameters to AdamW at once: its state is laid out up front")
         super().add_param_group(param_group)
 
+    def __getstate__(self) -> Any:  # what torch's would give is copied without the homes
+        raise TypeError(
+            "an outcore.AdamW cannot be copied or pickled, nor can a scheduler that holds it: its "
+            "state lives where offload placed it. Use state_dict()"
+        )
+
     def _clip_factor(self) -> float | None:
         """Return the factor for all gradients; None to skip the step."""
         squares = self._backend.squared_norms()

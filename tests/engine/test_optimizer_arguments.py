@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,6 +43,15 @@ def test_a_scaler_of_gradients_is_refused_in_words_that_help() -> None:
             scaler.step(optimizer)
         optimizer.zero_grad()
     assert optimizer.num_steps == 1
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused_in_words_that_help(copied: Callable[[Any], Any]) -> None:
+    """A copy would be made without the homes, and fail at its first step."""
+    model, optimizer = with_optimizer(offloaded(LLAMA.make()))
+    with pytest.raises(TypeError, match="state_dict"):
+        copied(optimizer)
+    train(model, optimizer, range(1))
 
 
 @pytest.mark.parametrize(
