@@ -3,6 +3,7 @@
 As in torch, what gets no gradient sees no step: a block that a forward skips is not counted on.
 What arrives together (a block whole, an edge parameter by parameter) has one count; parameters
 that rested while their block was updated, because they were frozen, have missed some of its steps.
+Where all of them rested, the block has seen no step: its count can be told from theirs again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ class StepCounts:
         self._parameters = [(unit, field) for unit in units for field in unit.layout.trainable]
         self._counts = {_arrival(unit, field): 0 for unit, field in self._parameters}
         self._missed: dict[tuple[int, str], int] = {}  # by unit and parameter
+        self._arriving: dict[Arrival, set[str]] = {}
+        for unit, field in self._parameters:
+            self._arriving.setdefault(_arrival(unit, field), set()).add(field.name)
 
     def of(self, arrival: Arrival) -> int:
         """Return the steps that what arrives together has seen."""
@@ -39,8 +43,11 @@ class StepCounts:
     ) -> None:
         """Count a step; ``resting``: by unit, the parameters of a block that are left out of it."""
         for arrival in arrivals:
+            left_out = resting(arrival[0])
+            if self._arriving[arrival] <= left_out:
+                continue
             self._counts[arrival] += 1
-            for name in resting(arrival[0]):
+            for name in left_out:
                 key = arrival[0], name
                 self._missed[key] = self._missed.get(key, 0) + 1
 

@@ -179,6 +179,34 @@ def test_steps_that_differ_inside_a_block(tmp_path: Path) -> None:
     assert float(((ours - late).norm() / late.norm()).detach()) <= 1e-6
 
 
+@pytest.mark.parametrize("state_format", ["compact", "minimal"])
+@pytest.mark.parametrize("from_checkpoint", [True, False])
+def test_resuming_after_a_block_was_frozen_for_a_while(
+    tmp_path: Path, state_format: str, from_checkpoint: bool
+) -> None:
+    """Stochastic rounding depends on the steps of the block, which the parameters' tell."""
+    folder = CheckpointFolder(tmp_path / "checkpoints")
+    options = {"layerdrop": 0.0, "state_format": state_format, "dtype": torch.bfloat16}
+    first = offloaded(tmp_path, **options)
+    optimizer = outcore.AdamW(first, **OPTIONS)
+    block = first.model.decoder.layers[1]
+    for is_trained, steps in ((True, range(2)), (False, range(2, 5)), (True, range(5, 6))):
+        block.requires_grad_(is_trained)
+        train(first, optimizer, steps)
+    assert optimizer.step_counts()["model.decoder.layers.1.fc1.weight"] == 3
+    model = offloaded(tmp_path, **options)
+    resumed = outcore.AdamW(model, **OPTIONS)
+    if from_checkpoint:
+        run_state.save(folder, first, optimizer, {})
+        assert run_state.load(folder, model, resumed) is not None
+    else:
+        model.load_state_dict(first.state_dict())
+        resumed.load_state_dict(optimizer.state_dict())
+    for each, its in ((first, optimizer), (model, resumed)):
+        train(each, its, range(6, 9))
+    assert differing(everything(first, optimizer), everything(model, resumed)) == []
+
+
 def _rewritten(folder: CheckpointFolder, counts: Any) -> None:
     """Replace the counts in a manifest as an earlier version, or somebody else, would have it."""
     from outcore.checkpoint.manifest import _digest
