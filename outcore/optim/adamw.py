@@ -142,6 +142,7 @@ class AdamW(torch.optim.Optimizer):
             step_ended()
             return loss
         self._late_changes.refuse()
+        self._segments.refuse_other_groups(self.param_groups)
         self._backend.tell_passed_by()
         self._state_writes.follow(self.state)
         chunks = [chunk for chunk in self._backend.chunks if self._backend.has_gradient(chunk)]
@@ -439,6 +440,7 @@ class AdamW(torch.optim.Optimizer):
             )
         if not self._updated:
             self._late_changes.refuse()
+            self._segments.refuse_other_groups(self.param_groups)
             self._state_writes.follow(self.state)
         if chunk.start in self._updated.get(chunk.arrival, ()):
             raise RuntimeError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from outcore.errors import OutcoreError
 from outcore.optim.step_counts import StepCounts
 from outcore.optim.updates import Segment
 from outcore.store.spans import ALIGN_ELEMENTS
@@ -15,9 +16,19 @@ class Segments:
     """Finds each unit's segments once, and again when other parameters rest."""
 
     def __init__(self, param_groups: Sequence[dict[str, Any]], counts: StepCounts) -> None:
-        self._group_of = {id(p): g for g, group in enumerate(param_groups) for p in group["params"]}
+        self._group_of = _group_of(param_groups)
         self._counts = counts
         self._found: dict[int, tuple[frozenset[str], list[Segment]]] = {}
+
+    def refuse_other_groups(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Raise OutcoreError for parameters that were moved, taken out or added by hand."""
+        if _group_of(param_groups) != self._group_of:
+            raise OutcoreError(
+                "optimizer.param_groups no longer has the groups and parameters that AdamW was "
+                "given, and another choice of them would be ignored: put them back. To leave "
+                "parameters out, freeze them (requires_grad_(False)); what a group is trained "
+                "with (lr, betas, weight_decay) can be changed in it at any time"
+            )
 
     def of(self, unit: Unit, resting: frozenset[str]) -> list[Segment]:
         """Return the runs of elements of all parameters but those that rest."""
@@ -46,3 +57,7 @@ class Segments:
                 start = runs.pop().start
             runs.append(Segment(start=start, end=field.end, group=group, missed=missed))
         return runs
+
+
+def _group_of(param_groups: Sequence[dict[str, Any]]) -> dict[int, int]:
+    return {id(p): g for g, group in enumerate(param_groups) for p in group["params"]}

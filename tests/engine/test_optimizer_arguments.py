@@ -86,6 +86,37 @@ def test_another_algorithm_in_a_group_is_refused(option: str) -> None:
     outcore.AdamW([{"params": parameters, option: False}])
 
 
+@pytest.mark.parametrize("during", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda groups: groups.pop(0),
+        lambda groups: groups[0]["params"].pop(),
+        lambda groups: groups[1]["params"].append(groups[0]["params"].pop()),
+        lambda groups: groups.append({**groups[0], "params": [groups[0]["params"].pop()]}),
+        lambda groups: groups.reverse(),
+    ],
+)
+def test_param_groups_changed_by_hand_are_refused(
+    change: Callable[[list[dict[str, Any]]], Any], during: bool
+) -> None:
+    """The groups of the update stay those that AdamW was given."""
+    model = offloaded(LLAMA.make())
+    halves = [list(model.parameters())[:7], list(model.parameters())[7:]]
+    groups = [{"params": halves[0], "lr": LR}, {"params": halves[1], "lr": LR / 10}]
+    optimizer = outcore.AdamW(groups, update_during_backward=during)
+    train(model, optimizer, range(1))
+    before = weights_of(model)
+    given = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+    change(optimizer.param_groups)
+    with pytest.raises(outcore.OutcoreError, match="param_groups"):
+        train(model, optimizer, range(1, 2))
+    assert_equal(weights_of(model), before)
+    optimizer.param_groups[:] = given
+    optimizer.zero_grad()
+    train(model, optimizer, range(1, 2))
+
+
 def test_parameters_that_do_not_belong() -> None:
     model, other = offloaded(LLAMA.make()), offloaded(LLAMA.make())
     with pytest.raises(ValueError, match="offload"):
