@@ -24,6 +24,7 @@ from outcore.optim.param_groups import (
     ParamsArg,
     as_groups,
     backend_of,
+    check_finite,
     check_values,
     tell_what_is_left_out,
 )
@@ -332,6 +333,7 @@ class AdamW(torch.optim.Optimizer):
         @functools.cache
         def scalars(group: int, step: int) -> AdamWScalars:
             values = self.param_groups[group]
+            check_finite(group, values)
             return AdamWScalars.of(
                 lr=float(values["lr"]),
                 beta1=values["betas"][0],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -93,3 +94,13 @@ def check_values(*, lr: float, betas: tuple[float, float], eps: float, weight_de
         raise ValueError(f"eps must be 0 or more, not {eps}")
     if not weight_decay >= 0:
         raise ValueError(f"weight_decay must be 0 or more, not {weight_decay}")
+
+
+def check_finite(index: int, group: dict[str, Any]) -> None:
+    """Raise ValueError for what a scheduler, or a user, has made of a group since it was given."""
+    for name in ("lr", "eps", "weight_decay"):
+        if not math.isfinite(group[name]):
+            raise ValueError(
+                f"param group {index} has {name}={float(group[name])}: look at what sets it, a "
+                "scheduler perhaps"
+            )

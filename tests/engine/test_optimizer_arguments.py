@@ -87,6 +87,19 @@ def test_another_algorithm_in_a_group_is_refused(option: str) -> None:
 
 
 @pytest.mark.parametrize("during", [False, True])
+@pytest.mark.parametrize("lr", [float("nan"), torch.tensor(float("inf"))])
+def test_a_scheduler_that_went_wrong_is_named(lr: Any, during: bool) -> None:
+    model = offloaded(LLAMA.make())
+    optimizer = outcore.AdamW(model, lr=LR, update_during_backward=during)
+    optimizer.param_groups[0]["lr"] = lr
+    before = weights_of(model)
+    with pytest.raises(ValueError, match=r"param group 0 has lr=(nan|inf)"):
+        train(model, optimizer, range(1))
+    assert_equal(weights_of(model), before)
+    assert optimizer.num_steps == 0
+
+
+@pytest.mark.parametrize("during", [False, True])
 @pytest.mark.parametrize(
     "change",
     [
