@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outcore.errors import DoesNotFit
 from outcore.machine.machine import Machine
@@ -17,6 +18,8 @@ from outcore.planning.changes import Changes, Needs
 from outcore.planning.choices import TIERS
 from outcore.planning.plan import Job
 from outcore.units import format_bytes
+
+_NEARLY_THE_LEAST = 1.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +35,10 @@ def refuse(job: Job, machine: Machine, limits: dict[str, int], needs: Needs) -> 
     """Return the error that says why ``job`` does not fit, and what would."""
     wanted = needs(job)
     over = np.maximum(0, wanted - [limits[tier] for tier in TIERS])
-    row = int(np.argmin(over.sum(axis=1)))
     missing: dict[str, int] = {
-        tier: int(num_bytes) for tier, num_bytes in zip(TIERS, over[row], strict=True) if num_bytes
+        tier: int(num_bytes)
+        for tier, num_bytes in zip(TIERS, over[_nearest(over)], strict=True)
+        if num_bytes
     }
     lines = [
         f"{tier} needs {format_bytes(limits[tier] + num_bytes)}, {format_bytes(limits[tier])} are "
@@ -56,6 +60,19 @@ def refuse(job: Job, machine: Machine, limits: dict[str, int], needs: Needs) -> 
         changes=changes,
         command_line=f"{reason} {_advice([change.options for change in changes])}",
     )
+
+
+def _nearest(over: NDArray[np.int64]) -> int:
+    """Return the choice to tell of: few bytes are missing, in few tiers, on the device last.
+
+    over: by choice and tier. What is missing can be parted between tiers in many ways, with nearly
+    the same sum; nobody adds a little of each, and memory of a device least of all.
+    """
+    total = over.sum(axis=1)
+    near = np.flatnonzero(total <= _NEARLY_THE_LEAST * total.min())
+    num_tiers = (over[near] > 0).sum(axis=1)
+    by_importance = num_tiers, over[near, TIERS.index("device")], total[near]
+    return int(near[np.lexsort(by_importance[::-1])[0]])
 
 
 def _advice(words: list[str]) -> str:

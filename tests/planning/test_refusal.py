@@ -64,6 +64,21 @@ def test_a_micro_batch_follows_fewer_tokens() -> None:
     assert fewer.options == f"--tokens {fewer.job.tokens} --micro-batch {sequences}"
 
 
+@pytest.mark.parametrize(
+    ("shape", "name"), [("llama-3.1-70b", "rtx-4090"), ("qwen2.5-32b", "h200-pcie5")]
+)
+def test_bytes_are_told_of_one_tier_where_that_takes_hardly_more(shape: str, name: str) -> None:
+    """The least sum is parted between device and host, which nobody would add a little of each."""
+    machine = catalogue_machine(name)
+    job = Job(tokens=32_768, seq_len=2048, budgets=NO_DISK)
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(model_spec(shape), machine, job)
+    assert set(caught.value.missing_bytes) == {"host"}
+    needed = machine.host_memory_bytes + caught.value.missing_bytes["host"]
+    enough = (change.job.budgets.host_bytes for change in caught.value.changes)
+    assert min(num_bytes for num_bytes in enough if num_bytes) == pytest.approx(needed, rel=0.02)
+
+
 def test_a_pair_where_no_single_change_fits() -> None:
     job = Job(tokens=524_288, seq_len=2048, budgets=NO_DISK)
     found = refusal("qwen2.5-14b", job)
