@@ -1,7 +1,7 @@
 """Deterministic algorithms, where a GPU has a choice.
 
 By default the attention's backward adds in whatever order its threads come. What the compiler
-chooses is settled already (``outcore/engine/compilation.py``), except by torch 2.9.
+chooses is settled already (``outcore/passes/compilation.py``), except by torch 2.9.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import transformers
 
 import outcore
 from outcore import saved_activations
-from outcore.engine import block_function
 from outcore.model_spec import spec_of_model
+from outcore.passes import block_function
 
 sys.path.insert(0, str(Path(__file__).parent / "engine"))
 from families import BY_NAME

@@ -1,1 +1,1 @@
-"""The engine: an offloaded model's passes, block by block, with the model's own forward intact."""
+"""The engine: from an ordinary model to one whose tensors live where a plan says, and back."""

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 from outcore.blocks import end_module
 from outcore.engine.adapter_merging import merging_methods
-from outcore.engine.block_function import BlockCall, run_without_graph
-from outcore.engine.deferred_logits import deferred_logits
 from outcore.engine.edge_gradients import send_home
 from outcore.engine.offloaded import Engine
-from outcore.engine.one_block_at_a_time import LockedBlockFunction
 from outcore.engine.packed_parameters import hook_packed_parameters
 from outcore.engine.saving_and_loading import hook_saving_and_loading, saving_methods
-from outcore.engine.streamed_block import BlockServices, StreamedBlock
-from outcore.engine.token_ranges import TokenRanges
 from outcore.errors import OutcoreError
+from outcore.passes.block_function import BlockCall, run_without_graph
+from outcore.passes.deferred_logits import deferred_logits
+from outcore.passes.one_block_at_a_time import LockedBlockFunction
+from outcore.passes.streamed_block import BlockServices, StreamedBlock
+from outcore.passes.token_ranges import TokenRanges
 from outcore.stream.unit import Unit
 
 

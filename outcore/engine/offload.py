@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from outcore.engine.compilation import start_compiler
 from outcore.engine.device_limit import DeviceLimit
 from outcore.engine.disk_tier import DiskTier
 from outcore.engine.given_plan import check_plan_is_for, given_plan
@@ -43,6 +42,7 @@ from outcore.engine.placement import (
     retie,
 )
 from outcore.errors import OutcoreError
+from outcore.passes.compilation import start_compiler
 from outcore.planning.memory import DEVICE_SHARE, HOST_SHARE
 from outcore.planning.plan import Plan
 from outcore.store.heap import Heap

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outcore.engine.activations import ActivationPolicy
 from outcore.engine.device_limit import DeviceLimit
 from outcore.engine.disk_tier import DiskTier
-from outcore.engine.host_inputs import HostInputs
 from outcore.engine.options import OffloadOptions
 from outcore.engine.packed_parameters import check_not_written, packed_versions
-from outcore.engine.token_ranges import TokenRanges
 from outcore.optim.backend import OptimizerBackend, OptimizerPlacement
 from outcore.optim.device_state import DEVICE_STATE
+from outcore.passes.activations import ActivationPolicy
+from outcore.passes.host_inputs import HostInputs
+from outcore.passes.token_ranges import TokenRanges
 from outcore.planning.plan import Plan
 from outcore.store.allocator_slack import fillable_bytes
 from outcore.store.heap import Heap

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from outcore.data.sources import find_sources
 from outcore.determinism import deterministic_algorithms
-from outcore.engine.compilation import start_compiler
 from outcore.engine.offload import engine_of
 from outcore.model_config import longest_sequence, too_long, vocabulary_size
 from outcore.named_device import named_device
+from outcore.passes.compilation import start_compiler
 from outcore.planning.device_type import slower_than_predicted
 from outcore.train import subject
 from outcore.train.corpus import CACHE_FOLDER, make_corpus

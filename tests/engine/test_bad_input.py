@@ -12,7 +12,7 @@ from training import outcore_threads
 
 import outcore
 from outcore.engine import offload
-from outcore.engine.token_ranges import TokenRanges
+from outcore.passes.token_ranges import TokenRanges
 
 LLAMA = BY_NAME["llama"]
 

@@ -16,7 +16,7 @@ import torch._inductor.config as inductor_config
 
 import outcore
 import outcore.engine.offload as offload_module
-from outcore.engine.compilation import compiled
+from outcore.passes.compilation import compiled
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_no_kernel_is_chosen_by_the_clock(given: dict[str, Any]) -> None:
 def test_a_torch_that_does_not_know_the_option(
     given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outcore.engine.compilation._has_deterministic_option", lambda: False)
+    monkeypatch.setattr("outcore.passes.compilation._has_deterministic_option", lambda: False)
     compiled(_twice)(torch.ones(2))
     assert "deterministic" not in given
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from training import LLAMA, assert_same_gradients, with_optimizer
 
 import outcore
-from outcore.engine.micro_batch import MicroBatches
+from outcore.passes.micro_batch import MicroBatches
 
 # Outputs and inputs
 

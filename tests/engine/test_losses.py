@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from training import LLAMA, assert_same_gradients, with_optimizer
 
-from outcore.engine.chunked_loss import LossJob, chunked_loss_sum
+from outcore.passes.chunked_loss import LossJob, chunked_loss_sum
 
 
 def test_custom_loss_on_logits() -> None:

@@ -11,7 +11,7 @@ from families import VOCAB, Family, batch_of
 from torch import Tensor
 from training import assert_same_gradients
 
-from outcore.engine.micro_batch import MicroBatches
+from outcore.passes.micro_batch import MicroBatches
 
 
 def _deberta() -> Any:

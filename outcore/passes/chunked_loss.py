@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outcore.engine.compilation import compiled
-from outcore.engine.first_order import first_order_only
+from outcore.passes.compilation import compiled
+from outcore.passes.first_order import first_order_only
 from outcore.planning.loss_chunks import chunk_rows
 from outcore.stream.recording import compute_stream, recorded
 

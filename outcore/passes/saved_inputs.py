@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outcore.engine.host_inputs import HostInputs, WaitingInput
+from outcore.passes.host_inputs import HostInputs, WaitingInput
 
 
 class SavedInputs:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from outcore.engine import read_back_barrier
+from outcore.passes import read_back_barrier
 
 _NUM_RECOMPILES = 64  # hybrid models have several structures, and each batch shape is its own
 _SAVES_LITTLE = dict.fromkeys(

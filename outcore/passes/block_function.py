@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from outcore.engine import recorded_outputs
-from outcore.engine.block_buffers import copies
-from outcore.engine.call_arguments import CallArguments
-from outcore.engine.first_order import first_order_only
-from outcore.engine.lost_gradients import hidden_gradients, refusal, warn_of_attributes
-from outcore.engine.micro_batch import MicroBatches
-from outcore.engine.saved_inputs import SavedInputs, hidden_position
-from outcore.engine.streamed_block import StreamedBlock
 from outcore.errors import UnsupportedModel
 from outcore.optim.gradients import Accumulator
+from outcore.passes import recorded_outputs
+from outcore.passes.block_buffers import copies
+from outcore.passes.call_arguments import CallArguments
+from outcore.passes.first_order import first_order_only
+from outcore.passes.lost_gradients import hidden_gradients, refusal, warn_of_attributes
+from outcore.passes.micro_batch import MicroBatches
+from outcore.passes.saved_inputs import SavedInputs, hidden_position
+from outcore.passes.streamed_block import StreamedBlock
 from outcore.random_state import AutocastState, RandomState, preserved
 
 

@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from outcore.engine.block_function import _roots
+from outcore.passes.block_function import _roots
 
 
 def test_a_graph_is_differentiated_without_its_output() -> None:

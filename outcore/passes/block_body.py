@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outcore.engine.compilation import compiled
+from outcore.passes.compilation import compiled
 
 
 class BlockBody(nn.Module):

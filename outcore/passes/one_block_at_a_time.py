@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from outcore.engine.block_function import BlockCall, BlockFunction
+from outcore.passes.block_function import BlockCall, BlockFunction
 
 
 class LockedBlockFunction(BlockFunction):

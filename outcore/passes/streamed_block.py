@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outcore.engine import activations
-from outcore.engine.activations import ActivationPolicy, SavedBytes
-from outcore.engine.block_body import BlockBody, compiled_body, run_body
-from outcore.engine.block_buffers import BlockBuffers
-from outcore.engine.block_structure import BlockStructure
-from outcore.engine.host_inputs import HostInputs
-from outcore.engine.micro_batch import MicroBatches
 from outcore.errors import OutcoreError
 from outcore.optim.backend import OptimizerBackend
 from outcore.optim.gradients import Accumulator
+from outcore.passes import activations
+from outcore.passes.activations import ActivationPolicy, SavedBytes
+from outcore.passes.block_body import BlockBody, compiled_body, run_body
+from outcore.passes.block_buffers import BlockBuffers
+from outcore.passes.block_structure import BlockStructure
+from outcore.passes.host_inputs import HostInputs
+from outcore.passes.micro_batch import MicroBatches
 from outcore.saved_activations import saves_little
 from outcore.store.heap import Heap
 from outcore.store.ledger import Hold, Ledger

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outcore.engine.chunked_loss import (
+from outcore.passes.chunked_loss import (
     LossJob,
     Steps,
     apply_steps,
     chunked_loss_sum,
     chunked_token_losses,
 )
-from outcore.engine.first_order import first_order_only
-from outcore.engine.token_ranges import check_labels
+from outcore.passes.first_order import first_order_only
+from outcore.passes.token_ranges import check_labels
 
 View = Callable[[Tensor], Tensor]
 

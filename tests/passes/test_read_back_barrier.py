@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from outcore.engine import read_back_barrier
-from outcore.engine.compilation import compiled
+from outcore.passes import read_back_barrier
+from outcore.passes.compilation import compiled
 
 inductor = pytest.importorskip("torch._inductor.codegen.triton")
 

@@ -1,0 +1,1 @@
+"""A model's forward and backward, block by block, and its loss in chunks."""
