@@ -29,8 +29,8 @@ from outcore.model_spec import ModelSpec, model_spec
 from outcore.planning.choices import Choice
 from outcore.planning.plan import Job, Plan
 from outcore.planning.search import plan_of
-from outcore.planning.side_by_side import busy_s
 from outcore.shapes import shape_config
+from outcore.views.side_by_side import busy_s
 
 SEQ_LEN = 1024
 MICRO_BATCH = 8

@@ -32,8 +32,8 @@ from outcore.cli.machine import machine_facts
 from outcore.model_config import read_config
 from outcore.model_spec import ModelSpec, model_spec
 from outcore.planning.plan_json import plan_to_dict
-from outcore.planning.side_by_side import Measurement, side_by_side
 from outcore.shapes import shape_config, shape_names
+from outcore.views.side_by_side import Measurement, side_by_side
 
 COUNTED = (
     "4 x (block + head parameters) x tokens + 4 x layers x sequences x seq_len^2 x hidden: frozen "

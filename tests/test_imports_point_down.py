@@ -24,7 +24,7 @@ FLOORS = (
     ("hf",),
     ("checkpoint",),
     ("engine",),
-    ("passes", "weights"),
+    ("passes", "weights", "views"),
     ("planning",),
     ("model_spec",),
     ("model_config", "model_directory", "saved_activations", "attention_spec"),

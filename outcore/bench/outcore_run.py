@@ -18,9 +18,9 @@ from outcore.bench.peers.causal_lm import bench_device, random_batch
 from outcore.bench.peers.measure import forget_building, make_result, synchronize, time_steps
 from outcore.kernels import host_isa
 from outcore.planning.plan_json import plan_to_dict
-from outcore.planning.side_by_side import Measurement, busy_s, side_by_side
 from outcore.shapes import config_from_dict
 from outcore.timeline import Span
+from outcore.views.side_by_side import Measurement, busy_s, side_by_side
 
 MOST_RESTS = 12  # of a lane, that are noted
 

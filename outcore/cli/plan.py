@@ -360,7 +360,7 @@ def _refusal(error: OutcoreError) -> str:
 def _smaller_budget(spec: ModelSpec, machine: Machine, plan: Plan) -> SmallerBudget | None:
     """Return the plan for the next smaller device budget, or why there is none."""
     from outcore.planning.smaller_budget import SmallerBudget, next_smaller_bytes
-    from outcore.planning.words import budget_bytes
+    from outcore.views.words import budget_bytes
 
     size = next_smaller_bytes(plan, budget_bytes(plan, machine).get("device"))
     if size is None:

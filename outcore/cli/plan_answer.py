@@ -30,7 +30,7 @@ class Answer:
 def show(answer: Answer, console: Console) -> None:
     """Print the plan, the comparison if there is one, and what to keep in mind."""
     from outcore.cli.compare_table import comparison_report
-    from outcore.planning.explain import explain
+    from outcore.views.explain import explain
 
     console.print(explain(answer.plan, machine=answer.machine, smaller=answer.smaller))
     for note in _notes(answer):
@@ -62,7 +62,7 @@ def _notes(answer: Answer) -> list[str]:
 
 def write_files(answer: Answer, json_file: str | None, html_file: str | None) -> None:
     """Write the files that were asked for."""
-    from outcore.planning.page import plan_page
+    from outcore.views.page import plan_page
 
     if json_file is not None:
         write_json(_values(answer), json_file)

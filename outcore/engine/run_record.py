@@ -15,12 +15,12 @@ from torch import nn
 
 from outcore.engine.offload import engine_of
 from outcore.engine.offloaded import Engine
-from outcore.planning.page import plan_page
 from outcore.planning.plan import WORKING_MEMORY
-from outcore.planning.side_by_side import Measurement, Row, side_by_side, side_by_side_table
-from outcore.planning.trace import write_trace
 from outcore.stream.recording import Recording, recording
 from outcore.timeline import Span
+from outcore.views.page import plan_page
+from outcore.views.side_by_side import Measurement, Row, side_by_side, side_by_side_table
+from outcore.views.trace import write_trace
 
 
 class RunRecord:

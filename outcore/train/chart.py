@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outcore.planning.page_text import text
+from outcore.views.page_text import text
 
 _WIDTH, _HEIGHT = 1000, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 28

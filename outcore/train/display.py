@@ -27,13 +27,13 @@ from rich.progress import (
 from rich.text import Text
 
 from outcore.data.tokenize import Progress as TokenProgress
-from outcore.planning.explain import homes_table, memory_table
 from outcore.planning.plan import LANES, Plan
-from outcore.planning.side_by_side import Measurement
 from outcore.train.corpus import Corpus
 from outcore.train.evaluation import Evaluated
 from outcore.train.figures import StepFigures
 from outcore.units import format_bytes, format_rate
+from outcore.views.explain import homes_table, memory_table
+from outcore.views.side_by_side import Measurement
 
 _QUIET_S = 2.0  # between lines about tokenising
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from outcore.planning.side_by_side import Measurement
 from outcore.store.ledger import TierReport
+from outcore.views.side_by_side import Measurement
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,6 @@ from outcore.engine.offload import engine_of
 from outcore.engine.run_record import RunRecord
 from outcore.errors import NonFiniteGradient, OutcoreError, StoreError
 from outcore.planning.plan import WORKING_MEMORY, Plan
-from outcore.planning.side_by_side import Measurement
 from outcore.train import subject
 from outcore.train.before_step import BeforeStep
 from outcore.train.changed_settings import changed_settings
@@ -53,6 +52,7 @@ from outcore.train.settings import TrainSettings, to_dict
 from outcore.train.steady_checkpoints import SteadyCheckpoints
 from outcore.train.stopping import StopRequest
 from outcore.train.telling import StepTeller
+from outcore.views.side_by_side import Measurement
 
 _UNRECORDED_STEPS = 3  # of this process: the first ones compile and fill caches
 _RECORDED_STEPS = 3

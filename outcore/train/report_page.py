@@ -10,14 +10,14 @@ import torch
 import transformers
 
 import outcore
-from outcore.planning.page import plan_page
-from outcore.planning.page_text import table, text
 from outcore.planning.plan import Plan
 from outcore.train.chart import Series, line_chart
 from outcore.train.figures import TrainResult
 from outcore.train.metrics import read_metrics
 from outcore.train.settings import TrainSettings, to_dict
 from outcore.units import format_bytes
+from outcore.views.page import plan_page
+from outcore.views.page_text import table, text
 
 FILE_NAME = "report.html"
 

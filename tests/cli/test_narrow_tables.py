@@ -15,9 +15,9 @@ from outcore.cli.probe_table import catalogue_table
 from outcore.cli.verify_table import VerifyTable
 from outcore.machine import catalogue_names, machine_named
 from outcore.planning.compare import compare
-from outcore.planning.explain import explain
-from outcore.planning.side_by_side import Measurement, side_by_side, side_by_side_table
 from outcore.verify import Comparison, TrainedRun
+from outcore.views.explain import explain
+from outcore.views.side_by_side import Measurement, side_by_side, side_by_side_table
 
 WIDTHS = (60, 80, 100)
 

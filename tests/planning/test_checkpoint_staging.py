@@ -15,7 +15,7 @@ from outcore.planning.memory import budgets_of
 from outcore.planning.plan import Budgets, Job
 from outcore.planning.plan_json import plan_from_dict, plan_to_dict
 from outcore.planning.search import SLOWER_FOR_CHECKPOINTS, make_plan
-from outcore.planning.words import job_sentence
+from outcore.views.words import job_sentence
 
 SPEC = tiny_spec(num_blocks=12, block_parameters=40_000_000)
 TRAINED = sum(b.trainable_numel for b in SPEC.blocks) + sum(e.trainable_numel for e in SPEC.edges)

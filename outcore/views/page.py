@@ -19,14 +19,15 @@ from outcore.planning.compare import (
     format_tokens,
     verdict_sentences,
 )
-from outcore.planning.page_memory import memory_bars
-from outcore.planning.page_style import SCRIPT, STYLE
-from outcore.planning.page_text import table, text
-from outcore.planning.page_timeline import end_s, timeline
 from outcore.planning.plan import Plan
-from outcore.planning.side_by_side import Measurement, side_by_side
 from outcore.planning.smaller_budget import SmallerBudget
-from outcore.planning.words import (
+from outcore.units import format_bytes, format_rate, format_seconds
+from outcore.views.page_memory import memory_bars
+from outcore.views.page_style import SCRIPT, STYLE
+from outcore.views.page_text import table, text
+from outcore.views.page_timeline import end_s, timeline
+from outcore.views.side_by_side import Measurement, side_by_side
+from outcore.views.words import (
     binding_sentence,
     budget_bytes,
     home_rows,
@@ -34,7 +35,6 @@ from outcore.planning.words import (
     lane_uses,
     wall_sentence,
 )
-from outcore.units import format_bytes, format_rate, format_seconds
 
 
 def plan_page(

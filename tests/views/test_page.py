@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outcore.planning.compare import compare
-from outcore.planning.page import plan_page
-from outcore.planning.page_timeline import MOST_PIECES, pieces_of, timeline
 from outcore.planning.plan import Plan, Span
-from outcore.planning.side_by_side import Measurement
 from outcore.planning.smaller_budget import SmallerBudget
+from outcore.views.page import plan_page
+from outcore.views.page_timeline import MOST_PIECES, pieces_of, timeline
+from outcore.views.side_by_side import Measurement
 
 EVIL = "</title></script><script>alert(1)</script><img src=x onerror='a'>\"&\x00\ud800"
 VOID = {"meta"}

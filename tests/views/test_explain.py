@@ -6,10 +6,10 @@ import pytest
 from handmade_plans import GIB, make_machine, make_plan
 from rich.console import Console, RenderableType
 
-from outcore.planning import words
-from outcore.planning.explain import explain
 from outcore.planning.plan import BlockPlan, Clipping, Job, Plan
 from outcore.planning.smaller_budget import SmallerBudget, next_smaller_bytes
+from outcore.views import words
+from outcore.views.explain import explain
 
 
 def shown(renderable: RenderableType, width: int = 100) -> str:

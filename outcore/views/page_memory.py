@@ -5,11 +5,11 @@ Each part has a number that the table below the bar explains, so that colour is 
 
 from __future__ import annotations
 
-from outcore.planning.page_style import NUM_COLOURS
-from outcore.planning.page_text import table, text
 from outcore.planning.plan import Plan
-from outcore.planning.words import TIERS, memory_sentence
 from outcore.units import format_bytes
+from outcore.views.page_style import NUM_COLOURS
+from outcore.views.page_text import table, text
+from outcore.views.words import TIERS, memory_sentence
 
 _WIDE = 1000
 _NUMBER_SHARE = 0.03  # of the bar: a part that is narrower gets no number

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Sequence
 
-from outcore.planning.words import printable
+from outcore.views.words import printable
 
 
 def text(value: object) -> str:

@@ -14,8 +14,8 @@ from rich.markup import escape
 
 from outcore.fitting_table import FittingTable
 from outcore.planning.plan import CHECKPOINT_STAGING, LANES, Plan, Span
-from outcore.planning.words import TIERS, printable
 from outcore.units import format_bytes, format_rate
+from outcore.views.words import TIERS, printable
 
 STEP_TOLERANCE = 0.10
 BYTES_TOLERANCE = 0.05

@@ -15,7 +15,8 @@ from outcore.fitting_table import FittingTable
 from outcore.machine.machine import Machine
 from outcore.planning.plan import Plan
 from outcore.planning.smaller_budget import SmallerBudget
-from outcore.planning.words import (
+from outcore.units import format_bytes, format_rate, format_seconds
+from outcore.views.words import (
     TIERS,
     binding_sentence,
     budget_bytes,
@@ -25,7 +26,6 @@ from outcore.planning.words import (
     printable,
     wall_sentence,
 )
-from outcore.units import format_bytes, format_rate, format_seconds
 
 _BAR_WIDTH = 20
 

@@ -8,8 +8,8 @@ from handmade_plans import GIB, make_plan
 from rich.console import Console
 
 from outcore.planning.plan import Span
-from outcore.planning.side_by_side import Measurement, busy_s, side_by_side, side_by_side_table
-from outcore.planning.trace import PREDICTED, spans_from_trace, trace, write_trace
+from outcore.views.side_by_side import Measurement, busy_s, side_by_side, side_by_side_table
+from outcore.views.trace import PREDICTED, spans_from_trace, trace, write_trace
 
 
 def span(lane: str, start_s: float, end_s: float, name: str = "work") -> Span:

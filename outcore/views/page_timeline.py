@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outcore.planning.page_style import NUM_COLOURS
-from outcore.planning.page_text import text
 from outcore.planning.plan import LANES, Span
-from outcore.planning.side_by_side import busy_s
-from outcore.planning.trace import from_zero, lanes_of
+from outcore.views.page_style import NUM_COLOURS
+from outcore.views.page_text import text
+from outcore.views.side_by_side import busy_s
+from outcore.views.trace import from_zero, lanes_of
 
 WIDE = 10_000  # units of the picture from start to end
 ROW = 34
