@@ -1,10 +1,11 @@
 """From how many tokens a step does streaming cost nothing? By the simulator, for sizes and links.
 
-    python benchmarks/bandwidth_wall.py [--svg FILE] [--json FILE]
+    python benchmarks/bandwidth_wall.py [--svg FILE [--measured FILE]] [--json FILE]
 
 Everything on the host, full recomputation, three slots; the device and host of the H200 machine of
 the catalogue, with other links. "Costs nothing" is when the step is within 5% of the same step
-with everything resident. Prints a table; --svg draws the share of resident speed over tokens.
+with everything resident. Prints a table; --svg draws the share of resident speed over tokens, with
+what was measured on such a machine as dots.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from charts import Axis, Line, Panel, drawing
 
 from outcore.machine import machine_named
 from outcore.machine.machine import Machine
@@ -39,6 +42,7 @@ CLOSE = 1.05
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--svg", type=Path, help="where the drawing goes")
+    parser.add_argument("--measured", type=Path, help="what bandwidth_wall_measured.py wrote")
     parser.add_argument("--json", type=Path, help="where the figures go")
     arguments = parser.parse_args()
     base = machine_named("h200-pcie5")
@@ -58,7 +62,7 @@ def main() -> None:
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"tokens": TOKENS, "shares": found}, indent=1))
     if arguments.svg is not None:
-        arguments.svg.write_text(drawing(found), encoding="utf-8")
+        arguments.svg.write_text(picture(found, arguments.measured), encoding="utf-8")
 
 
 def linked(machine: Machine, bytes_s: float) -> Machine:
@@ -98,38 +102,47 @@ def first_free(spec: ModelSpec, machine: Machine, shares: list[float], clips: bo
     return f"{high:,}"
 
 
-def drawing(found: dict[str, Any]) -> str:
-    """Return the shares over tokens for PCIe 5 and PCIe 4, without clipping, as SVG."""
-    width, height, left, bottom = 640, 300, 50, 40
-    lines = []
-    colours = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377")
-    for (size, _), colour in zip(SHAPES.items(), colours, strict=True):
-        for link, dash in (("PCIe 5", ""), ("PCIe 4", ' stroke-dasharray="5 4"')):
-            points = " ".join(
-                f"{left + i * (width - left - 90) / (len(TOKENS) - 1):.1f},"
-                f"{(height - bottom) * (1 - value):.1f}"
-                for i, value in enumerate(found[f"{size}, {link}, no clipping"])
+def picture(found: dict[str, Any], measured: Path | None) -> str:
+    """Return a panel for each link; what was measured is of a machine with PCIe 5."""
+    rows = json.loads(measured.read_text())["rows"] if measured is not None else []
+    panels = [panel(link, found, rows if link == "PCIe 5" else []) for link in LINKS]
+    return drawing("Speed of a streamed step as a share of the resident one's", panels)
+
+
+def panel(link: str, found: dict[str, Any], measured: list[dict[str, Any]]) -> Panel:
+    """Return the shares over tokens for one link, without clipping."""
+    dots = {
+        size: [
+            (
+                row["streamed"]["tokens"],
+                row["resident"]["measured_s"] / row["streamed"]["measured_s"],
             )
-            lines.append(
-                f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"{dash}>'
-                f"<title>{size}, {link}</title></polyline>"
-            )
-        y = 20 + 18 * list(SHAPES).index(size)
-        lines.append(f'<text x="{width - 70}" y="{y}" fill="{colour}">{size}</text>')
-    for i, tokens in enumerate(TOKENS):
-        x = left + i * (width - left - 90) / (len(TOKENS) - 1)
-        lines.append(f'<text x="{x - 14:.0f}" y="{height - 20}">{tokens // 1024}K</text>')
-    for percent in (25, 50, 75, 100):
-        y = (height - bottom) * (1 - percent / 100)
-        lines.append(f'<text x="4" y="{y + 12:.0f}">{percent}%</text>')
-        lines.append(
-            f'<line x1="{left}" x2="{width - 90}" y1="{y:.0f}" y2="{y:.0f}" stroke="#8884"/>'
+            for row in measured
+            if row["shape"] == shape and not row["clips"]
+        ]
+        for size, shape in SHAPES.items()
+    }
+    lines = [
+        Line(
+            name=size,
+            points=list(zip(TOKENS, found[f"{size}, {link}, no clipping"], strict=True)),
+            dots=dots[size],
         )
-    caption = "tokens a step; speed as a share of resident; PCIe 5 solid, PCIe 4 dashed"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{caption}" font-family="sans-serif" font-size="12" fill="#777">'
-        f'{"".join(lines)}<text x="{left}" y="{height - 4}">{caption}</text></svg>\n'
+        for size in SHAPES
+    ]
+    return Panel(
+        title=link,
+        x=Axis(
+            title="tokens a step",
+            ticks=[(tokens, f"{tokens // 1024}K") for tokens in TOKENS],
+            is_log=True,
+        ),
+        y=Axis(
+            title="of resident speed",
+            ticks=[(percent / 100, f"{percent}%") for percent in (0, 25, 50, 75, 100)],
+        ),
+        lines=lines,
+        marks=[1 / CLOSE],
     )
 
 
