@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 import outcore
-from outcore.checkpoint import run_state
 from outcore.checkpoint.async_checkpoints import AsyncCheckpoints
 from outcore.checkpoint.contents import checkpoint_bytes
 from outcore.checkpoint.folder import CheckpointFolder
@@ -26,7 +25,7 @@ from outcore.errors import NonFiniteGradient, OutcoreError, StoreError
 from outcore.planning.plan import WORKING_MEMORY, Plan
 from outcore.train import subject
 from outcore.train.before_step import BeforeStep
-from outcore.train.changed_settings import changed_settings
+from outcore.train.best_checkpoint import BestCheckpoint
 from outcore.train.corpus import Corpus
 from outcore.train.display import Display
 from outcore.train.evaluation import Evaluated, evaluate
@@ -36,17 +35,17 @@ from outcore.train.lagged_loss import LaggedLoss
 from outcore.train.metrics import FILE_NAME as METRICS
 from outcore.train.metrics import Metrics
 from outcore.train.objective import Objective, objective_for
-from outcore.train.output_directory import BEST, copy_processor, refuse_model, writing
+from outcore.train.output_directory import copy_processor, refuse_model, writing
 from outcore.train.report_page import FILE_NAME as REPORT
 from outcore.train.report_page import write_report
+from outcore.train.resuming import resume
 from outcore.train.room import (
     BESIDE_CHECKPOINT_BYTES,
     BESIDE_MODEL_BYTES,
-    best_bytes,
     check_room_for_model,
     model_bytes,
 )
-from outcore.train.run_values import RunValues, read_values
+from outcore.train.run_values import RunValues
 from outcore.train.schedule import LearningRate, warmup_steps
 from outcore.train.settings import TrainSettings, to_dict
 from outcore.train.steady_checkpoints import SteadyCheckpoints
@@ -96,7 +95,7 @@ class Run:
         self.step_tokens = 0  # of the last step, without padding
         self.is_resumed = False
         self.before_step: BeforeStep
-        self.best: float | None = None
+        self.best = BestCheckpoint(folder.path, model, self.optimizer, display.message)
         self.measurement: Measurement | None = None
         self.loss: float | None = None
 
@@ -114,7 +113,8 @@ class Run:
         self.objective = objective_for(
             self.settings, self.corpus, self.model, self.display.reference
         )
-        self._resume()
+        if self.settings.resume:
+            self._resume()
         at_end = model_bytes(self.model, only_adapters=self.settings.lora)
         if not self.settings.keep:
             check_room_for_model(self.output, at_end)
@@ -126,7 +126,7 @@ class Run:
             self.optimizer,
             while_training=every is not None,
             num_saves=1 + (left // every if every is not None else 0),
-            beside_bytes=at_end + self._best_bytes(left),
+            beside_bytes=at_end + self._bytes_of_best(left),
         )
         self.checkpoints = SteadyCheckpoints(
             checkpoints,
@@ -323,7 +323,9 @@ class Run:
             found = evaluate(self.model, batches, self.objective, stops=lambda: stop.is_set)
         if found is None:
             return None
-        self._keep_if_best(found)  # first: what is in the metrics is not evaluated again
+        if self.settings.keep and self.settings.eval_every:
+            # First: what is in the metrics is not evaluated again.
+            self.best.keep_if_better(found.loss, self._values)
         figures = {"loss": found.loss, "perplexity": found.perplexity}
         metrics.add("eval", self.step, **{k: v for k, v in figures.items() if v is not None})
         self.display.evaluated(self.step, found)
@@ -339,27 +341,9 @@ class Run:
                     self._save_last()
             raise
 
-    def _keep_if_best(self, found: Evaluated) -> None:
-        if not self.settings.keep or not self.settings.eval_every or not math.isfinite(found.loss):
-            return
-        if self.best is not None and found.loss >= self.best:
-            return
-        best_before, self.best = self.best, found.loss
-        with contextlib.closing(CheckpointFolder(self.folder.path / BEST, keep=1)) as best:
-            # A killed run's, which is passed again, otherwise; skipped steps are in no number here.
-            best.give_up_after(self.optimizer.num_steps)
-            try:
-                run_state.save(best, self.model, self.optimizer, self._values())
-            except StoreError as error:
-                self.best = best_before
-                self.display.message(f"the best checkpoint so far was not written: {error}")
-
-    def _best_bytes(self, num_steps: int) -> int:
+    def _bytes_of_best(self, num_steps: int) -> int:
         every = self.settings.eval_every
-        if every is None:
-            return 0
-        folder = self.folder.path / BEST
-        return best_bytes(self.model, self.optimizer, folder, -(-num_steps // every))
+        return 0 if every is None else self.best.num_bytes(-(-num_steps // every))
 
     def _with_what_is_kept(self, error: NonFiniteGradient) -> NonFiniteGradient:
         """Save what the steps before this one made, if it is still there; return what to raise."""
@@ -384,72 +368,20 @@ class Run:
         return RunValues(
             step=self.step,
             batches=self.corpus.training.state_dict(),
-            best=self.best,
+            best=self.best.loss,
             held_out=self.corpus.held_out,
             settings=to_dict(self.settings),
         ).to_dict()
 
     def _resume(self) -> None:
-        if not self.settings.resume:
-            return
-        self.best = self._best_so_far()
-        asked = self.optimizer.hyperparameters()
-        try:
-            resumed = run_state.load(self.folder, self.model, self.optimizer)
-        except StoreError as error:
-            if changed := self._changed_since_newest():
-                raise StoreError(f"{error}.{_others(changed)}", path=error.path) from error
-            raise
-        for group, values in zip(self.optimizer.param_groups, asked, strict=True):
-            group.update(values)  # those of the settings, which may be others than before
-        if resumed is None:
-            self.display.message("no checkpoint to resume from: starting at the beginning")
-            return
-        said = read_values(resumed.values, self.folder.path)
-        changed = changed_settings(said.settings, to_dict(self.settings))
-        try:
-            self.corpus.training.load_state_dict(said.batches)
-        except ValueError as error:
-            raise StoreError(
-                f"{self.folder.path} is of a run on other data, or on other batches of it: "
-                f"{error}.{_others(changed)}",
-                path=self.folder.path,
-            ) from error
-        self.step, self.is_resumed = said.step, True
-        if self.step > self.corpus.num_steps:
-            raise ValueError(
-                f"{self.output} has a checkpoint of step {self.step}, and only "
-                f"{self.corpus.num_steps} steps are asked for: --max-steps {self.step} writes the "
-                "model as it is, more go on"
-            )
-        if changed:
-            self.display.message("other settings than before: " + ", ".join(changed))
-        self.display.message(f"resumed after step {self.step}")
-
-    def _changed_since_newest(self) -> list[str]:
-        with contextlib.suppress(StoreError):
-            for _, manifest in self.folder.newest(lambda *_: None):
-                said = read_values(manifest.values.get("run", {}), self.folder.path)
-                return changed_settings(said.settings, to_dict(self.settings))
-        return []
-
-    def _best_so_far(self) -> float | None:
-        """Return the loss of the checkpoint that is kept as the best one, which may be the newest:
-        a run is killed also between the two.
-        """
-        best = CheckpointFolder(self.folder.path / BEST)
-        with contextlib.suppress(StoreError):  # harmed: the next one takes its place
-            for _, manifest in best.newest(lambda *_: None):
-                said = read_values(manifest.values.get("run", {}), best.path)
-                if said.held_out in ({}, self.corpus.held_out):
-                    return said.best
-                self.display.message(
-                    "the held-out data is not what it was: the best checkpoint so far does not "
-                    "count"
-                )
-                return None
-        return None
-
-
-def _others(changed: list[str]) -> str:
-    return f" Other settings than before: {', '.join(changed)}." if changed else ""
+        self.best.resume(self.corpus.held_out)
+        step = resume(
+            self.settings,
+            self.folder,
+            self.model,
+            self.optimizer,
+            self.corpus,
+            self.display.message,
+        )
+        if step is not None:
+            self.step, self.is_resumed = step, True

@@ -7,9 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from outcore.checkpoint import calls
-from outcore.checkpoint.contents import checkpoint_bytes
 from outcore.errors import StoreError
-from outcore.optim.adamw import AdamW
 from outcore.units import format_bytes
 
 BESIDE_MODEL_BYTES = 32 << 20  # configs, tokenizer
@@ -21,13 +19,6 @@ def model_bytes(model: nn.Module, *, only_adapters: bool) -> int:
     """Return what the model directory takes that a run ends with."""
     saved = [p for p in model.parameters() if p.requires_grad or not only_adapters]
     return sum(p.numel() * p.element_size() for p in saved)
-
-
-def best_bytes(model: nn.Module, optimizer: AdamW, folder: Path, num_evaluations: int) -> int:
-    """Return what the best checkpoint takes more; a new one is whole before the old one goes."""
-    each = checkpoint_bytes(model, optimizer)
-    held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return max(0, each * min(2, num_evaluations) - held)
 
 
 def check_room_for_model(output: Path, num_bytes: int) -> None:

@@ -1,0 +1,70 @@
+"""The checkpoint with the lowest held-out loss so far, in a folder of its own beside the others."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from outcore.checkpoint import run_state
+from outcore.checkpoint.contents import checkpoint_bytes
+from outcore.checkpoint.folder import CheckpointFolder
+from outcore.errors import StoreError
+from outcore.optim.adamw import AdamW
+from outcore.train.output_directory import BEST
+from outcore.train.run_values import read_values
+
+
+class BestCheckpoint:
+    """Written whenever an evaluation finds less than ``loss``; a failure to write it is told."""
+
+    def __init__(
+        self, checkpoints: Path, model: nn.Module, optimizer: AdamW, tell: Callable[[str], None]
+    ) -> None:
+        self.loss: float | None = None
+        self._path = checkpoints / BEST
+        self._model = model
+        self._optimizer = optimizer
+        self._tell = tell
+
+    def num_bytes(self, num_evaluations: int) -> int:
+        """Return what it takes more on the disk; a new one is whole before the old one goes."""
+        each = checkpoint_bytes(self._model, self._optimizer)
+        held = sum(path.stat().st_size for path in self._path.rglob("*") if path.is_file())
+        return max(0, each * min(2, num_evaluations) - held)
+
+    def resume(self, held_out: dict[str, int]) -> None:
+        """Know the loss of the one that is there; ``held_out``: the batches that losses are of.
+
+        It may be newer than all other checkpoints: a run is killed also between the two.
+        """
+        self.loss = None
+        with contextlib.suppress(StoreError):  # harmed: the next one takes its place
+            for _, manifest in CheckpointFolder(self._path).newest(lambda *_: None):
+                said = read_values(manifest.values.get("run", {}), self._path)
+                if said.held_out in ({}, held_out):
+                    self.loss = said.best
+                    return
+                self._tell(
+                    "the held-out data is not what it was: the best checkpoint so far does not "
+                    "count"
+                )
+                return
+
+    def keep_if_better(self, loss: float, values: Callable[[], dict[str, Any]]) -> None:
+        """Write one where ``loss`` is the lowest; ``values`` has it as the best by then."""
+        if not math.isfinite(loss) or (self.loss is not None and loss >= self.loss):
+            return
+        before, self.loss = self.loss, loss
+        with contextlib.closing(CheckpointFolder(self._path, keep=1)) as folder:
+            # A killed run's, which is passed again, otherwise; skipped steps are in no number here.
+            folder.give_up_after(self._optimizer.num_steps)
+            try:
+                run_state.save(folder, self._model, self._optimizer, values())
+            except StoreError as error:
+                self.loss = before
+                self._tell(f"the best checkpoint so far was not written: {error}")
