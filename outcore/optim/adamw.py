@@ -145,7 +145,7 @@ class AdamW(torch.optim.Optimizer):
         self._late_changes.refuse()
         self._segments.refuse_other_groups(self.param_groups)
         self._backend.tell_passed_by()
-        self._state_writes.follow(self.state)
+        self.take_over_writes()
         chunks = [chunk for chunk in self._backend.chunks if self._backend.has_gradient(chunk)]
         if not chunks:
             return loss
@@ -186,9 +186,9 @@ class AdamW(torch.optim.Optimizer):
         self._backend.synchronize()
 
     def take_over_writes(self) -> None:
-        """Before a checkpoint: see what users have written to parameters and state.
+        """Before a step or a checkpoint: see what users have written to parameters and state.
 
-        A step and a forward see it by themselves. Until then it is in no master and no record.
+        A forward sees parameters by itself. Until then it is in no master and no record.
         """
         self._backend.notice_writes()
         self._state_writes.follow(self.state)

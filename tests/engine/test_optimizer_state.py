@@ -328,6 +328,33 @@ def test_what_users_write_into_the_state_counts(
         assert relative_difference(trained[name], tensor) <= 1e-5, name
 
 
+@pytest.mark.parametrize(
+    "placement",
+    [{}, {"num_visits": 3}, {"weights": "device"}, {"weights": "disk", "state": "disk"}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
+def test_what_users_write_to_parameters_before_a_step_counts(
+    disk: Path, placement: dict[str, Any], name: str
+) -> None:
+    plain, model = LLAMA.make(), offloaded(LLAMA.make(), disk=str(disk), **placement)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=LR)
+    for net, optimizer in ((plain, theirs), (model, outcore.AdamW(model, lr=LR))):
+        train(net, optimizer, range(2))
+        net.zero_grad()
+        net(**batch_of(seed=2)).loss.backward()
+        if net is model:
+            outcore.synchronize(model)
+        with torch.no_grad():
+            net.get_parameter(name).mul_(0.3)
+        optimizer.step()
+        train(net, optimizer, range(3, 4))
+    trained = model.state_dict()
+    for key, tensor in plain.state_dict().items():
+        assert relative_difference(trained[key], tensor) <= 1e-5, key
+    outcore.release(model)
+
+
 @pytest.mark.parametrize("model_first", [False, True])
 @pytest.mark.parametrize(
     "placement",
