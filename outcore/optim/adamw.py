@@ -228,6 +228,8 @@ class AdamW(torch.optim.Optimizer):
                 check_values(**{name: group[name] for name in HYPERPARAMETERS})
             except (TypeError, ValueError) as error:
                 raise ValueError(f"param_groups[{index}] of the state: {error}") from None
+        if self._backend.is_alive:  # written before: these masters are of them
+            self._backend.notice_writes()
         for target, value in saved.copies:  # nothing has changed before all of it was found to fit
             target.copy_(value)
         for group, values in zip(self.param_groups, saved.groups, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,27 @@ def test_what_is_not_written_keeps_its_master(options: dict[str, Any]) -> None:
 def remainders_of(model: Any, optimizer: outcore.AdamW) -> dict[str, Tensor]:
     optimizer.synchronize()
     return {n: optimizer.state[p]["remainder"].clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("options", PLACEMENTS)
+def test_weights_that_are_written_one_by_one_keep_the_masters_that_are_loaded_then(
+    options: dict[str, Any],
+) -> None:
+    with torch.backends.mkldnn.flags(enabled=False):
+        model, optimizer = with_optimizer(offloaded(LLAMA.make(), dtype=torch.bfloat16, **options))
+        train(model, optimizer, range(2))
+        saved = weights_of(model), copied(optimizer.state_dict())
+        losses = train(model, optimizer, range(2, 4))
+        expected = weights_of(model)
+        model, optimizer = with_optimizer(offloaded(LLAMA.make(), dtype=torch.bfloat16, **options))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(saved[0][name])
+        optimizer.load_state_dict(saved[1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            assert train(model, optimizer, range(2, 4)) == losses
+    assert_equal(weights_of(model), expected)
 
 
 @pytest.mark.xfail(reason="a limit: loading the model clears the remainders", strict=True)
