@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from outcore.errors import NonFiniteGradient, OutcoreError, OutOfBudget
 from outcore.kernels import AdamWScalars, has_library
+from outcore.optim.global_norm import GlobalNorm
 from outcore.optim.late_changes import LateChanges, check_trainable
 from outcore.optim.param_groups import (
     ParamsArg,
@@ -307,29 +307,28 @@ class AdamW(torch.optim.Optimizer):
 
     def _clip_factor(self) -> float | None:
         """Return the factor for all gradients; None to skip the step."""
-        squares = self._backend.squared_norms()
-        total = math.fsum(squares.values()) if all(map(math.isfinite, squares.values())) else None
-        if total is None:
-            self.grad_norm = math.nan
-            bad = sorted({self._backend.name_of(key) for key in squares if not _ok(squares[key])})
-            if self.on_non_finite == "skip":
-                self.num_skipped_steps += 1
-                warnings.warn(  # the count makes each text another: Python shows one only once
-                    f"step {self._step + 1} was skipped, the gradient is not finite in "
-                    f"{', '.join(bad)}; no state was changed ({self.num_skipped_steps} skipped)",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-                return None
+        norm = self._global_norm()
+        if norm.is_finite:
+            return norm.clip_factor(self.max_grad_norm)
+        if self.on_non_finite != "skip":
             raise NonFiniteGradient(
-                f"the gradient is not finite in {', '.join(bad)} (step {self._step + 1}); no "
+                f"the gradient is not finite in {norm.not_finite_in} (step {self._step + 1}); no "
                 "state was changed. Look at the loss of this batch, lower lr, or pass "
                 'on_non_finite="skip".'
             )
-        self.grad_norm = math.sqrt(total)
-        if self.max_grad_norm is None:
-            return 1.0
-        return min(1.0, self.max_grad_norm / (self.grad_norm + 1e-6))
+        self.num_skipped_steps += 1
+        warnings.warn(  # the count makes each text another: Python shows one only once
+            f"step {self._step + 1} was skipped, the gradient is not finite in "
+            f"{norm.not_finite_in}; no state was changed ({self.num_skipped_steps} skipped)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+    def _global_norm(self) -> GlobalNorm:
+        norm = GlobalNorm.of(self._backend.squared_norms(), self._backend.name_of)
+        self.grad_norm = norm.value
+        return norm
 
     def _scalars_of(self, grad_scale: float) -> ScalarsOf:
         @functools.cache
@@ -462,13 +461,11 @@ class AdamW(torch.optim.Optimizer):
         self._updated.clear()
         self._backend.tell_passed_by()
         self._backend.begin_forward()
-        squares = self._backend.squared_norms()
-        bad = sorted({self._backend.name_of(key) for key in squares if not _ok(squares[key])})
-        self.grad_norm = math.sqrt(math.fsum(squares.values())) if not bad else math.nan
+        norm = self._global_norm()
         self._backend.clear_gradients()
-        if bad:
+        if not norm.is_finite:
             raise NonFiniteGradient(
-                f"the gradient is not finite in {', '.join(bad)} (step {self._step}), and "
+                f"the gradient is not finite in {norm.not_finite_in} (step {self._step}), and "
                 "update_during_backward has already applied it: load the last checkpoint."
             )
         self._late_changes.refuse()  # gradients that no block gave come at any time
@@ -490,7 +487,3 @@ def _as_before(before: Any, value: Any) -> Any:
     if isinstance(before, Tensor):
         return torch.full_like(before, value)
     return tuple(value) if isinstance(value, list) else value
-
-
-def _ok(square: float) -> bool:
-    return math.isfinite(square)
