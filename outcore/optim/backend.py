@@ -6,6 +6,7 @@ which parameters are trained and whether gradients have to wait for clipping.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -424,6 +425,12 @@ class OptimizerBackend:
             lane.close()
         if self._updaters is not None:
             self._updaters.join()
+        # Where the state is on the device, the compute stream copies new weights home, and no lane
+        # has waited for it: they must land before anyone frees their memory.
+        for event in (fence.event for unit in self.units for fence in unit.pending):
+            if event is not None:
+                with contextlib.suppress(RuntimeError):  # after a CUDA error the rest must close
+                    event.synchronize()
         self.gradients = None
 
     def _direct_gradient(self, chunk: Chunk) -> tuple[Tensor, list[Fence]] | None:

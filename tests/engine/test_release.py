@@ -17,6 +17,7 @@ from families import BY_NAME, LR, batch_of, offloaded, relative_difference
 import outcore
 from outcore.engine.device_limit import DeviceLimit
 from outcore.engine.offload import _open_books
+from outcore.stream.lanes import Fence
 
 FAMILIES = [BY_NAME[name] for name in ("llama", "llama-tied", "gpt2", "t5", "mixtral", "bert")]
 
@@ -157,6 +158,23 @@ def test_a_failed_update_does_not_keep_a_model_from_its_release(
             outcore.release(model)
     assert outcore_threads() == before
     outcore.release(offloaded(model))
+
+
+def test_a_model_that_goes_waits_for_weights_that_the_gpu_copies_home() -> None:
+    model = offloaded(BY_NAME["llama"].make(), state="device")
+    optimizer = outcore.AdamW(model, lr=LR)
+    model(**batch_of()).loss.backward()
+    optimizer.step()
+    unit = model._outcore_engine.units[1]
+    waited: list[str] = []
+    event: Any = SimpleNamespace(synchronize=lambda: waited.append("the copy home"))
+    fence = Fence()
+    fence.event = event  # as of work on a stream
+    fence.mark_issued()
+    unit.update_queued([fence])
+    del model, optimizer, unit, fence
+    gc.collect()
+    assert waited == ["the copy home"]
 
 
 @pytest.mark.parametrize("budget", [None, 30])
