@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import threading
 
 import torch
 from torch import Tensor
@@ -15,6 +16,10 @@ from torch import Tensor
 from . import adamw_host, adamw_torch, library
 from .adamw_scalars import AdamWScalars
 from .tensor_checks import check_tensors
+
+# Lanes launch from threads of their own. While one thread loads a kernel, Triton lets the next one
+# launch it with nothing loaded (triton-lang/triton#11518).
+LAUNCHING = threading.Lock()
 
 
 def adamw_(

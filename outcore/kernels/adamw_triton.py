@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .adamw import LAUNCHING
 from .adamw_scalars import AdamWScalars
 
 _BLOCK = 1024  # elements a program: 4 or 8 a thread, enough loads in flight to fill the memory bus
@@ -77,7 +78,7 @@ def adamw_(
 ) -> None:
     n = weight.numel()
     split = remainder is not None
-    with torch.cuda.device(weight.device):
+    with torch.cuda.device(weight.device), LAUNCHING:
         _adamw_kernel[(triton.cdiv(n, _BLOCK),)](
             weight.detach().view(torch.int16) if split else weight,
             remainder if split else weight,  # a pointer of some kind; unused without a split

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .adamw import LAUNCHING
 from .adamw_scalars import AdamWScalars
 from .compact_format import BLOCK, CompactMoments
 from .compact_random import keys_of
@@ -154,7 +155,7 @@ def adamw_compact_(
 ) -> None:
     num_blocks = moments.exp_avg_scale.numel()
     key0, key1 = keys_of(seed, step)
-    with torch.cuda.device(weight.device):
+    with torch.cuda.device(weight.device), LAUNCHING:
         _adamw_compact_kernel[(triton.cdiv(num_blocks, _ROWS),)](
             weight.detach().view(torch.int16),
             weight if remainder is None else remainder,  # a pointer of some kind; unused if None
