@@ -68,7 +68,13 @@ def build_on_host(
     """
     sizes = [_host_bytes(unit, format) for unit in units]
     ledger.check("optimizer state", sum(sizes), remedy=OUT_OF_HOST)  # before any is allocated
-    with ThreadPoolExecutor(max_workers=_BUILDERS) as builders:
+    device = torch.cuda.current_device() if pin else None
+
+    def begin() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # a new thread's is the first: not ours to take memory of
+
+    with ThreadPoolExecutor(_BUILDERS, initializer=begin) as builders:
         built = builders.map(
             lambda unit, size: _on_host(unit, format, size, ledger, pin), units, sizes
         )
