@@ -2,7 +2,8 @@
 
 A recomputed block keeps its input, one hidden state of the whole batch. For long sequences these
 inputs are what fills the device; offloaded, each is copied out while its block runs, and comes back
-one block ahead of the backward. Copies change no bit.
+one block ahead of the backward. Copies change no bit, and keep the order in memory: a kernel may
+add in another order where that is another.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class WaitingInput:
     pool: HostInputs
     buffer: Tensor  # flat, on the host; it may be larger
     shape: torch.Size
+    stride: tuple[int, ...]
     there: Fence  # the copy out
     below: WaitingInput | None  # the input that the backward will want next
     back: tuple[Tensor, Fence] | None = None  # on its way to the device, or there
@@ -53,18 +55,25 @@ class HostInputs:
         if self._out is None:
             self._out = Lane("inputs-out", self._device, hardware="to host")
             self._in = Lane("inputs-in", self._device, hardware="to device")
-        hidden = hidden.detach().contiguous()
+        hidden = hidden.detach()
+        if torch.empty_like(hidden, device="meta").stride() != hidden.stride():
+            hidden = hidden.contiguous()  # it has gaps
         buffer, busy = self._take(hidden.numel(), hidden.dtype)
         lane = self._out
 
         def copy() -> None:
-            buffer[: hidden.numel()].copy_(hidden.view(-1), non_blocking=True)
+            buffer[: hidden.numel()].copy_(_in_memory(hidden), non_blocking=True)
             if lane.stream is not None:
                 hidden.record_stream(lane.stream)  # it may be freed before it is copied
 
         there = lane.submit(copy, after=[Fence.after_compute(self._device), *busy])
         waiting = WaitingInput(
-            pool=self, buffer=buffer, shape=hidden.shape, there=there, below=self._last
+            pool=self,
+            buffer=buffer,
+            shape=hidden.shape,
+            stride=hidden.stride(),
+            there=there,
+            below=self._last,
         )
         self._last = waiting
         return waiting
@@ -91,11 +100,13 @@ class HostInputs:
 
     def _bring_back(self, waiting: WaitingInput) -> tuple[Tensor, Fence]:
         assert self._in is not None
-        hidden = torch.empty(waiting.shape, dtype=waiting.buffer.dtype, device=self._device)
+        hidden = torch.empty_strided(
+            waiting.shape, waiting.stride, dtype=waiting.buffer.dtype, device=self._device
+        )
         lane = self._in
 
         def copy() -> None:
-            hidden.view(-1).copy_(waiting.buffer[: hidden.numel()], non_blocking=True)
+            _in_memory(hidden).copy_(waiting.buffer[: hidden.numel()], non_blocking=True)
             if lane.stream is not None:
                 hidden.record_stream(lane.stream)
 
@@ -129,3 +140,8 @@ class HostInputs:
         with self._lock:
             fences = [fence for fence in busy if fence is not None]
             self._free[buffer.dtype].append((buffer, fences))
+
+
+def _in_memory(dense: Tensor) -> Tensor:
+    """Return the elements of a tensor without gaps, in the order in which they lie."""
+    return dense.as_strided((dense.numel(),), (1,))
