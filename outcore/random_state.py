@@ -42,6 +42,6 @@ class AutocastState:
         self._dtype = torch.get_autocast_dtype(device.type) if self._enabled else None
 
     def context(self) -> contextlib.AbstractContextManager[None]:
-        if not self._enabled:
+        if not self._enabled and not torch.is_autocast_enabled(self._type):
             return contextlib.nullcontext()
-        return torch.autocast(self._type, dtype=self._dtype)
+        return torch.autocast(self._type, dtype=self._dtype, enabled=self._enabled)
