@@ -69,7 +69,7 @@ def test_what_is_recomputed_is_what_was_kept(forward: bool, backward: bool) -> N
 
 def test_a_forward_computes_in_the_type_of_autocast() -> None:
     plain, model = Stack().train(), outcore.offload(Stack().train(), device="cpu")
-    losses = {on: float(loss_of(plain, 0, autocast=on)) for on in (False, True)}
+    losses = {on: loss_of(plain, 0, autocast=on).item() for on in (False, True)}
     assert losses[False] != pytest.approx(losses[True], rel=1e-6)
     for on, loss in losses.items():
-        assert float(loss_of(model, 0, autocast=on)) == pytest.approx(loss, rel=1e-6)
+        assert loss_of(model, 0, autocast=on).item() == pytest.approx(loss, rel=1e-6)
