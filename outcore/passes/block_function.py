@@ -141,6 +141,9 @@ class BlockFunction(torch.autograd.Function):
                     outputs = call.run(weights, inputs)
                 call.refuse_lost_gradients(outputs)
                 changes_buffers = block.buffers.learn(ctx.buffers)
+                can_be_kept = not keep or block.can_be_kept(outputs)
+                if not can_be_kept:
+                    break  # once more, to be recomputed
                 if not collector.add(outputs, bounds) or (
                     changes_buffers and call.batches.is_split
                 ):
@@ -156,8 +159,9 @@ class BlockFunction(torch.autograd.Function):
         call.random_states[0].restore()
         call.random_states.clear()
         block.buffers.restore(ctx.buffers)
-        call.batches.whole()
-        block.cannot_split = True
+        if can_be_kept:
+            call.batches.whole()
+            block.cannot_split = True
         return BlockFunction.forward(ctx, call, anchor, *tensors)
 
     @staticmethod

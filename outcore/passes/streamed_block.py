@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from outcore.passes.block_buffers import BlockBuffers
 from outcore.passes.block_structure import BlockStructure
 from outcore.passes.host_inputs import HostInputs
 from outcore.passes.micro_batch import MicroBatches
+from outcore.passes.weights_on_ctx import function_with_weights
 from outcore.saved_activations import saves_little
 from outcore.store.heap import Heap
 from outcore.store.ledger import Hold, Ledger
@@ -64,6 +66,7 @@ class StreamedBlock:
         self._body = BlockBody(module)
         self.buffers = BlockBuffers(module)
         self.structure = BlockStructure(module)
+        self._cannot_keep: bool | None = None  # None: not known yet
         self._flat: Tensor | None = None  # the weights on the device, while they are acquired
         self._first_bytes = 0  # what the first micro-batch saved, while the size is learnt
 
@@ -135,9 +138,27 @@ class StreamedBlock:
         return run_body(self._body, weights, args, kwargs)
 
     def decides_to_keep(self, tensors: Sequence[Tensor], batches: MicroBatches) -> bool:
-        if self._position is None:
+        if self._position is None or self._cannot_keep:
             return False
         return self._services.policy.keeps(self._position, _signature(tensors, batches))
+
+    def can_be_kept(self, outputs: Sequence[Any]) -> bool:
+        """After a run that is to be kept: whether all that it saved of the weights is known.
+
+        It is looked at once; what cannot be kept is computed again from then on.
+        """
+        if self._cannot_keep is None:
+            assert self._flat is not None
+            function = function_with_weights(outputs, self._flat)
+            self._cannot_keep = function is not None
+            if function is not None:
+                warnings.warn(  # of each block the same, which Python shows once
+                    f"{function} in {type(self._body.block).__name__} keeps weights on its ctx, "
+                    "past ctx.save_for_backward: activations of such blocks are recomputed instead "
+                    "of kept",
+                    stacklevel=2,
+                )
+        return not self._cannot_keep
 
     def host_inputs(self, *, keep: bool) -> HostInputs | None:
         """Return where the block's input waits for the backward; None if on the device."""
