@@ -444,7 +444,7 @@ class AdamW(torch.optim.Optimizer):
         if not self._updated:
             self._late_changes.refuse()
             self._segments.refuse_other_groups(self.param_groups)
-            self._state_writes.follow(self.state)
+            self.take_over_writes()
         if chunk.start in self._updated.get(chunk.arrival, ()):
             raise RuntimeError(
                 f"{chunk.unit.name} got a second gradient before step(), but its update has "

@@ -377,6 +377,30 @@ def test_what_users_write_to_parameters_before_a_step_counts(
     outcore.release(model)
 
 
+@pytest.mark.parametrize("placement", [{}, {"weights": "disk", "state": "disk"}], ids=str)
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_what_users_write_to_an_edge_before_it_is_updated_in_the_backward_counts(
+    disk: Path, placement: dict[str, Any], name: str
+) -> None:
+    """Nothing of the backward reads its weights; where blocks were written to, it is refused."""
+    runs = []
+    for options in ({"weights": "device", "state": "device"}, placement):
+        model = offloaded(LLAMA.make(), disk=str(disk), **options)
+        optimizer = outcore.AdamW(model, lr=LR, update_during_backward=True)
+        train(model, optimizer, range(2))
+        optimizer.zero_grad()
+        loss = model(**batch_of(seed=2)).loss
+        before = model.get_parameter(name).detach().clone()
+        with torch.no_grad():
+            model.get_parameter(name).mul_(0.3)
+        loss.backward()
+        optimizer.step()
+        runs.append(weights_of(model))
+        assert relative_difference(runs[-1][name], 0.3 * before) <= 0.1
+        outcore.release(model)
+    assert_equal(*runs)
+
+
 @pytest.mark.parametrize("model_first", [False, True])
 @pytest.mark.parametrize(
     "placement",
