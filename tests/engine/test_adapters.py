@@ -260,6 +260,11 @@ def test_merged_adapters_count(
             getattr(each, name)()
         torch.testing.assert_close(*logits())
         torch.testing.assert_close(saved, plain.state_dict())
+        for each in (model, plain):
+            layer = each.base_model.model.model.layers[1].self_attn.q_proj
+            with torch.no_grad():  # into the home again
+                layer.get_base_layer().weight.mul_(0.9)
+        torch.testing.assert_close(*logits())
     with pytest.raises(outcore.OutcoreError, match="unmerge_adapter"), model.disable_adapter():
         model(input_ids=ids)
     with pytest.raises(outcore.OutcoreError, match="safe_merge"):
@@ -271,6 +276,36 @@ def test_merged_adapters_count(
     optimizer.step()
     outcore.release(model)
     assert "merge" not in vars(model.base_model.model.model.layers[0].self_attn.q_proj)
+
+
+def test_an_adapter_that_is_merged_before_another_one_fails_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT merges one after the other, and what is in the weights stays there."""
+    ids = torch.arange(8)[None]
+    model = lora.plain_model().eval()
+    model.add_adapter("other", lora.lora())
+    model = outcore.offload(model, device="cpu", weights="disk", disk=tmp_path)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+
+    def logits() -> torch.Tensor:
+        with torch.no_grad():
+            return model(input_ids=ids).logits + 0
+
+    before = logits()
+    delta = layer.get_delta_weight
+
+    def failing(name: str) -> torch.Tensor:
+        if name == "other":
+            raise torch.OutOfMemoryError
+        return delta(name)
+
+    monkeypatch.setattr(layer, "get_delta_weight", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        layer.merge(adapter_names=["default", "other"])
+    assert layer.merged_adapters == ["default"]
+    torch.testing.assert_close(logits(), before)
+    outcore.release(model)
 
 
 def test_a_packed_base_takes_no_adapters_in() -> None:

@@ -84,3 +84,23 @@ def test_what_is_meant_to_be_left_out_is_not_told(
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         loaded(tmp_path)
+
+
+@pytest.mark.parametrize("auto_class", [hf.AutoModel, hf.AutoModelForSequenceClassification])
+def test_a_head_that_another_class_has_no_place_for_is_not_told(
+    tmp_path: Path, auto_class: Any
+) -> None:
+    """The second is converted: its own head begins with random values."""
+    written(tmp_path, hf.LlamaConfig(**SMALL))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outcore.release(outcore.load(tmp_path, device="cpu", auto_class=auto_class))
+    assert [warning for warning in caught if "no place for" in str(warning.message)] == []
+
+
+@pytest.mark.filterwarnings("ignore:.*they begin with random values")
+def test_what_a_conversion_leaves_out_is_told(tmp_path: Path) -> None:
+    written(tmp_path, hf.LlamaConfig(**SMALL))
+    with_config(tmp_path, architectures=["LlamaForSequenceClassification"])
+    with pytest.warns(UserWarning, match=r"left out: lm_head\.weight\. Is it the config"):
+        loaded(tmp_path)
