@@ -18,6 +18,7 @@ from families import (
 )
 from torch import Tensor
 from training import LLAMA, assert_same_gradients, with_optimizer
+from transformers import DynamicCache
 
 import outcore
 from outcore.passes.micro_batch import MicroBatches
@@ -282,6 +283,25 @@ def test_tied_embeddings_stay_tied() -> None:
     outcore.synchronize(model)
     assert not torch.equal(model.lm_head.weight, before)
     assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+def test_a_cache_is_refused_in_training(by_position: bool) -> None:
+    """Also of the inner model, whose fourth argument it is."""
+    model, cache = offloaded(LLAMA.make()), DynamicCache()
+    ids = batch_of()["input_ids"]
+
+    def call() -> None:
+        if by_position:
+            model.model(ids, None, None, cache)
+        else:
+            model.model(ids, past_key_values=cache)
+
+    with pytest.raises(ValueError, match="past_key_values"):
+        call()
+    with torch.no_grad():
+        call()
+    assert cache.get_seq_length() == ids.shape[1]
 
 
 def test_use_cache_is_ignored_in_training() -> None:
