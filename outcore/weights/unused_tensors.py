@@ -14,12 +14,14 @@ from typing import Any
 from outcore.weights.checkpoint_files import CheckpointFiles
 from outcore.weights.stored_layout import Layout
 
+_NO_LONGER_STORED = {"masked_bias"}  # of GPT-2, GPT-Neo and GPT-J: a constant
+
 
 def unused_tensors(model: Any, files: CheckpointFiles, layout: Layout) -> list[str]:
     """Return the names of what is stored and not loaded, but for what is meant to be left out."""
     used = {piece.name for pieces in layout.values() for piece in pieces}
     # What is computed, and was stored by older versions, in each layer.
-    computed = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    computed = {name.rpartition(".")[2] for name, _ in model.named_buffers()} | _NO_LONGER_STORED
     # What the model's class knows of, such as layers that predict several tokens at once.
     expected = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     return [

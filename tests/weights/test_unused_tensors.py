@@ -65,7 +65,11 @@ def test_what_is_meant_to_be_left_out_is_not_told(
 ) -> None:
     if kind == "masks":  # of GPT-2, which older versions stored in each layer
         written(tmp_path, hf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64))
-        with_tensors(tmp_path, **{"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8)})
+        attn = "transformer.h.0.attn"
+        with_tensors(
+            tmp_path,
+            **{f"{attn}.bias": torch.ones(1, 1, 8, 8), f"{attn}.masked_bias": torch.tensor(-1e4)},
+        )
     elif kind == "experts":
         written(tmp_path, hf.MixtralConfig(**SMALL, num_local_experts=2))
     else:
