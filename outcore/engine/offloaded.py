@@ -16,6 +16,7 @@ from outcore.engine.device_limit import DeviceLimit
 from outcore.engine.disk_tier import DiskTier
 from outcore.engine.options import OffloadOptions
 from outcore.engine.packed_parameters import check_not_written, packed_versions
+from outcore.errors import OutcoreError
 from outcore.optim.backend import OptimizerBackend, OptimizerPlacement
 from outcore.optim.device_state import DEVICE_STATE
 from outcore.passes.activations import ActivationPolicy
@@ -190,6 +191,7 @@ class Engine:
     def notice_writes(self, units: Sequence[Unit] | None = None) -> None:
         """Before a forward: see which parameters were written in place, and follow them."""
         units = self.units if units is None else units
+        _check_at_home(units)
         changed = [unit for unit in units if self._written[unit.index] != _versions(unit)]
         if changed:
             check_not_written(changed, self._packed_written)
@@ -242,6 +244,25 @@ class Engine:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _check_at_home(units: Sequence[Unit]) -> None:
+    """Refuse parameters that were given other memory: their home would not see what is in it.
+
+    Its values are not taken over: who swaps weights this way keeps the home's as the others, and
+    would find them overwritten.
+    """
+    for unit in units:
+        start = unit.home.data_ptr()
+        for field in unit.layout.fields:
+            at_home = start + field.offset * unit.dtype.itemsize
+            if field.numel and unit.parameters[field.name].data_ptr() != at_home:
+                raise OutcoreError(
+                    f"{unit.full_name(field.name)} was given other memory (parameter.data = ..., "
+                    "vector_to_parameters), which an offloaded model would not train. Write the "
+                    "values in place, with torch.no_grad(): parameter.copy_(values), or call "
+                    "outcore.release(model) first"
+                )
 
 
 def _versions(unit: Unit) -> dict[str, int]:

@@ -160,6 +160,33 @@ def test_training_by_forward_follows_writes_to_resident_weights() -> None:
     torch.testing.assert_close(ours, plain.model.embed_tokens.weight.detach())
 
 
+def test_other_memory_for_a_parameter_is_refused() -> None:
+    """Its home would be trained, and what is saved would be the values that never were."""
+    model, optimizer = with_optimizer(offloaded(LLAMA.make()))
+    for part in (model.model.layers[1].mlp.down_proj, model.model.norm):
+        at_home = part.weight.data
+        part.weight.data = part.weight * 2
+        with pytest.raises(outcore.OutcoreError, match="was given other memory"):
+            model(**batch_of())
+        with pytest.raises(outcore.OutcoreError, match="was given other memory"):
+            optimizer.take_over_writes()  # before a checkpoint
+        part.weight.data = at_home
+    torch.testing.assert_close(model(**batch_of()).loss, LLAMA.make()(**batch_of()).loss)
+
+
+def test_parameters_that_are_views_of_a_vector_wait_for_release() -> None:
+    model, plain = offloaded(LLAMA.make()), LLAMA.make()
+    vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    assert torch.equal(vector, torch.nn.utils.parameters_to_vector(plain.parameters()))
+    torch.nn.utils.vector_to_parameters(vector * 2, model.parameters())
+    with pytest.raises(outcore.OutcoreError, match=r"copy_\(values\)"):
+        model(**batch_of())
+    outcore.release(model)
+    for net in (model, plain):
+        torch.nn.utils.vector_to_parameters(vector * 2, net.parameters())
+    torch.testing.assert_close(model(**batch_of()).loss, plain(**batch_of()).loss)
+
+
 # Moves and casts
 
 
