@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from outcore.blocks import end_module
 from outcore.engine.adapter_merging import merging_methods
 from outcore.engine.edge_gradients import send_home
+from outcore.engine.home_parameter import count_writes_to_data
 from outcore.engine.offloaded import Engine
 from outcore.engine.packed_parameters import hook_packed_parameters
 from outcore.engine.saving_and_loading import hook_saving_and_loading, saving_methods
@@ -51,6 +52,7 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
         for parameter in unit.parameters.values():
             # Weak: the engine holds autograd's nodes of edges, and through them these parameters.
             parameter._outcore = weakref.ref(engine.backend)  # type: ignore[attr-defined]
+            engine.undo_patches.append(count_writes_to_data(parameter))
         if unit.arrives_whole:
             module, position = unit.part.module, num_blocks if unit.part.is_block else None
             num_blocks += unit.part.is_block
