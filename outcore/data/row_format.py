@@ -1,7 +1,8 @@
 """What a row means: its fields become a text, a chat, or a pair of chats to choose from.
 
-The format is named, or found from the fields of the first row; every row must then have it. Fields
-that a format does not have are not looked at.
+The format is named, or found from the fields of a file's first row; every other row of the file
+must then have it, and all files formats of one kind. Fields that a format does not have are not
+looked at.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from outcore.data.raw_rows import RowFault
 
 RowFormat = Literal["text", "prompt-completion", "alpaca", "messages", "sharegpt", "preference"]
 ROW_FORMATS: tuple[RowFormat, ...] = get_args(RowFormat)
+
+_KINDS: dict[RowFormat, str] = {"text": "texts", "preference": "preference pairs"}
 
 Message = dict[str, Any]
 
@@ -81,13 +84,18 @@ def find_row_format(row: Mapping[str, Any]) -> RowFormat:
     raise RowFault(f"the fields ({found}) are those of no format. The formats have: {known}")
 
 
+def kind_of(row_format: RowFormat) -> str:
+    """Return what rows of the format become: kinds are not trained in one run."""
+    return _KINDS.get(row_format, "chats")
+
+
 def example_of(row: Mapping[str, Any], row_format: RowFormat) -> Example:
     """Return what the row means in this format, or raise a RowFault."""
     missing = [field for field in _FIELDS[row_format] if field not in row]
     if missing:
         why = f"has no {' and no '.join(missing)}, which the format {row_format!r} needs"
         with contextlib.suppress(RowFault):  # of no format at all
-            why += f" (it is a row of {find_row_format(row)!r}, and all data must have one format)"
+            why += f" (it is a row of {find_row_format(row)!r}; a file has rows of one format)"
         raise RowFault(why)
     if row_format == "text":
         return Text(text_of(row["text"], "text"))

@@ -15,7 +15,7 @@ from outcore.data.cache_writer import CacheWriter
 from outcore.data.durable_files import locked
 from outcore.data.encode import EncodedBatch, EncodeOptions, fields_of
 from outcore.data.raw_rows import RawBatch, RowFault
-from outcore.data.row_format import ALL_FIELDS, RowFormat, find_row_format
+from outcore.data.row_format import ALL_FIELDS, RowFormat, find_row_format, kind_of
 from outcore.data.sources import Paths, Source, find_sources, fingerprint
 from outcore.data.token_cache import TokenCache, open_cache
 from outcore.data.workers import Work, encode_here, encode_in_processes
@@ -151,17 +151,41 @@ def _worthwhile_threads(tokenizer: Any) -> int:
 
 
 class _Work:
-    """The batches with the format of their rows, which is that of the first row."""
+    """The batches, each with the format of its file, which is that of the file's first row."""
 
     def __init__(self, batches: Iterable[RawBatch], row_format: RowFormat | None) -> None:
         self._batches = batches
-        self.row_format = row_format
+        self._named = row_format
+        self.row_format = row_format  # of the first file that has rows
 
     def __iter__(self) -> Iterator[Work]:
+        path, found = None, self._named
         for batch in self._batches:
+            if batch.path != path:
+                path, found = batch.path, self._named
+            if found is None:
+                found = self._format_of(batch)
+            yield batch, found
+
+    def _format_of(self, batch: RawBatch) -> RowFormat | None:
+        try:
+            found = _find_format(batch)
+        except UnknownFormat:
             if self.row_format is None:
-                self.row_format = _find_format(batch)
-            yield batch, self.row_format
+                raise
+            return self.row_format  # of the files before it: its first row is a bad one
+        self._check_kind(batch, found)
+        self.row_format = self.row_format or found
+        return found
+
+    def _check_kind(self, batch: RawBatch, found: RowFormat | None) -> None:
+        """Refuse texts beside chats, or pairs beside either: one run trains on one kind."""
+        if found is None or self.row_format is None:
+            return
+        kind, before = kind_of(found), kind_of(self.row_format)
+        if kind != before:
+            why = f"has {kind}, and the files before it {before}: train on each in a run of its own"
+            raise UnknownFormat(batch.path, batch.rows[0].line, why)
 
 
 def _find_format(batch: RawBatch) -> RowFormat | None:

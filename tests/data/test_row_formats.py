@@ -10,7 +10,7 @@ import pytest
 from tokenizers_made_here import CHATML, chat, counted, make_tokenizer, texts, write_jsonl
 
 from outcore.data.row_format import Chat, Pair, Text, example_of, find_row_format
-from outcore.errors import BadRow
+from outcore.errors import BadRow, UnknownFormat
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "hello"}
@@ -204,13 +204,59 @@ def test_a_row_that_means_nothing(tmp_path: Path, make_cache: Any, what: str) ->
 
 def test_the_first_row_decides(tmp_path: Path, make_cache: Any, tokenizer: Any) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"messages": [USER, ANSWER]}])
-    with pytest.raises(BadRow, match=r"has no text, .* row of 'messages', and all") as caught:
+    with pytest.raises(
+        BadRow, match=r"has no text, .* row of 'messages', and all rows of a"
+    ) as caught:
         make_cache(path)
     assert caught.value.line == 2
     path.write_text("nonsense\n" + json.dumps({"messages": [USER, ANSWER]}))
     cache = make_cache(path, on_bad_row="skip")
     assert cache.row_format == "messages"
     assert texts(cache, tokenizer) == ["hi\nhello<|end|>"]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_each_file_has_a_format_of_its_own(
+    tmp_path: Path, make_cache: Any, tokenizer: Any, num_workers: int
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"messages": [USER, ANSWER]}])
+    write_jsonl(tmp_path / "b.jsonl", [{"instruction": "sum", "output": "3"}] * 2)
+    (tmp_path / "c.jsonl").write_text("")
+    write_jsonl(tmp_path / "d.jsonl", [{"prompt": "to", "completion": "gether"}])
+    cache = make_cache(tmp_path, num_workers=num_workers)
+    assert cache.row_format == "messages"
+    expected = ["hi\nhello<|end|>", "sum\n3<|end|>", "sum\n3<|end|>", "to\ngether<|end|>"]
+    assert texts(cache, tokenizer) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        ({"text": "a"}, "texts"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference pairs"),
+    ],
+)
+def test_kinds_are_not_mixed(tmp_path: Path, make_cache: Any, row: Any, kind: str) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"messages": [USER, ANSWER]}])
+    write_jsonl(tmp_path / "b.jsonl", [row])
+    for on_bad_row in ("raise", "skip"):
+        with pytest.raises(UnknownFormat, match=rf"has {kind}, and the files .* chats") as caught:
+            make_cache(tmp_path, on_bad_row=on_bad_row)
+        assert caught.value.path == str(tmp_path / "b.jsonl")
+
+
+def test_a_first_row_of_no_format_in_a_later_file(
+    tmp_path: Path, make_cache: Any, tokenizer: Any
+) -> None:
+    """One bad row, as any other: its file has the format of those before it."""
+    write_jsonl(tmp_path / "a.jsonl", [{"messages": [USER, ANSWER]}])
+    write_jsonl(tmp_path / "b.jsonl", [{"nothing": 1}, {"messages": [USER, ANSWER]}])
+    with pytest.raises(BadRow, match="has no messages") as caught:
+        make_cache(tmp_path)
+    assert (caught.value.path, caught.value.line) == (str(tmp_path / "b.jsonl"), 1)
+    cache = make_cache(tmp_path, on_bad_row="skip")
+    assert texts(cache, tokenizer) == ["hi\nhello<|end|>"] * 2
+    assert cache.report.num_bad_rows == 1
 
 
 def test_a_named_format(tmp_path: Path, make_cache: Any, tokenizer: Any) -> None:
