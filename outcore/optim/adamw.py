@@ -25,6 +25,7 @@ from outcore.optim.param_groups import (
     as_groups,
     backend_of,
     check_finite,
+    check_options_of_torch,
     check_values,
     tell_what_is_left_out,
 )
@@ -63,6 +64,8 @@ class AdamW(torch.optim.Optimizer):
     after earlier blocks were updated. With ``max_grad_norm`` it takes two passes over the batch:
     ``step(closure)`` calls the closure once for the norm, and again for the updates.
     ``rounding_seed``: for the stochastic rounding of compact and minimal state.
+    ``of_torch``: other arguments of torch's AdamW. ``foreach``, ``fused`` and ``capturable`` say
+    how torch computes, and change nothing here; what would be another algorithm is refused.
     """
 
     def __init__(
@@ -77,7 +80,9 @@ class AdamW(torch.optim.Optimizer):
         on_non_finite: str = "raise",
         update_during_backward: bool = False,
         rounding_seed: int = 0,
+        **of_torch: Any,
     ) -> None:
+        check_options_of_torch(of_torch)
         check_values(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be more than 0, or None, not {max_grad_norm}")

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from outcore.optim.backend import OptimizerBackend
 from outcore.optim.saved_state import OTHER_ALGORITHMS
 
+_HOW_TORCH_COMPUTES = ("foreach", "fused", "capturable")
+
 ParamsArg = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 
 
@@ -94,6 +96,16 @@ def check_values(*, lr: float, betas: tuple[float, float], eps: float, weight_de
         raise ValueError(f"eps must be 0 or more, not {eps}")
     if not weight_decay >= 0:
         raise ValueError(f"weight_decay must be 0 or more, not {weight_decay}")
+
+
+def check_options_of_torch(options: dict[str, Any]) -> None:
+    """Refuse what torch's AdamW takes and this one does not do, and what neither takes."""
+    for name, value in options.items():
+        if name in (*OTHER_ALGORITHMS, "differentiable"):
+            if value:
+                raise ValueError(f"{name}={value!r}: outcore.AdamW does not do that")
+        elif name not in _HOW_TORCH_COMPUTES:
+            raise TypeError(f"AdamW has no argument {name!r}")
 
 
 def check_finite(index: int, group: dict[str, Any]) -> None:

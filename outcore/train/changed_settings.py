@@ -11,10 +11,9 @@ _MAY_CHANGE |= {"clip_in_two_passes"}
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return what differs and may change the numbers, in words."""
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in now.items()}  # as in JSON
     return [
         f"{name} was {before[name]!r}, is {value!r}"
-        for name, value in now.items()
-        if name in before
-        and name not in _MAY_CHANGE
-        and before[name] != (list(value) if isinstance(value, tuple) else value)
+        for name, value in plain.items()
+        if name in before and name not in _MAY_CHANGE and before[name] != value
     ]

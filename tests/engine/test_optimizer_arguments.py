@@ -31,6 +31,28 @@ def test_named_parameters() -> None:
         assert_equal(other, trained[0])
 
 
+def test_how_torch_would_compute_changes_nothing() -> None:
+    """Scripts that say so go on with this optimizer."""
+    trained = []
+    for options in ({}, {"fused": True}, {"foreach": False, "capturable": True, "amsgrad": False}):
+        model = offloaded(LLAMA.make())
+        train(model, outcore.AdamW(model, lr=LR, **options), range(2))
+        trained.append(weights_of(model))
+    for other in trained[1:]:
+        assert_equal(other, trained[0])
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize", "differentiable"])
+def test_another_algorithm_is_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option}=True: outcore.AdamW does not do that"):
+        outcore.AdamW(offloaded(LLAMA.make()), **{option: True})
+
+
+def test_an_argument_that_no_adamw_has() -> None:
+    with pytest.raises(TypeError, match="no argument 'momentum'"):
+        outcore.AdamW(offloaded(LLAMA.make()), momentum=0.9)
+
+
 def test_a_scaler_of_gradients_is_refused_in_words_that_help() -> None:
     model, optimizer = with_optimizer(offloaded(LLAMA.make()))
     for is_enabled in (True, False):

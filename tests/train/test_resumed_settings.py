@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from train_files import Files
 
 from outcore.errors import StoreError
 from outcore.train import loop as loop_module
+from outcore.train.changed_settings import changed_settings
 from outcore.train.display import Display
 from outcore.train.run import train
+from outcore.train.settings import to_dict
 
 
 def quiet() -> Display:
@@ -72,3 +75,12 @@ def test_the_setting_that_makes_it_another_model_is_named(files: Files) -> None:
     expected = r"is of another model.*here \(\d+ differ\)\. Other settings.*lora_rank was 4, is 8"
     with pytest.raises(StoreError, match=expected):
         train(other, quiet())
+
+
+def test_what_is_as_before_is_not_told(files: Files) -> None:
+    """A checkpoint has lists where settings have tuples."""
+    settings = files.settings(max_steps=2)
+    before = json.loads(json.dumps(to_dict(settings)))
+    assert changed_settings(before, to_dict(settings)) == []
+    changed = changed_settings(before, to_dict(replace(settings, data=("b.jsonl",))))
+    assert changed == [f"data was {before['data']!r}, is ['b.jsonl']"]
