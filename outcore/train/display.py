@@ -35,6 +35,7 @@ from outcore.units import format_bytes, format_rate
 from outcore.views.explain import homes_table, memory_table
 from outcore.views.side_by_side import Measurement
 
+_SHORT_NAMES = {"rewards/accuracies": "accuracy", "rewards/margins": "margin"}
 _QUIET_S = 2.0  # between lines about tokenising
 
 
@@ -126,8 +127,9 @@ class Display:
 
     def evaluated(self, step: int, found: Evaluated) -> None:
         perplexity = "" if found.perplexity is None else f", perplexity {found.perplexity:.2f}"
+        more = "".join(f", {name} {value:.3g}" for name, value in _shown_figures(found.more))
         self.message(
-            f"step {step}: held-out loss {found.loss:.4f}{perplexity} "
+            f"step {step}: held-out loss {found.loss:.4f}{perplexity}{more} "
             f"(over {found.count:,} {found.counts})"
         )
 
@@ -222,10 +224,16 @@ def step_line(figures: StepFigures) -> str:
 def figures_line(figures: StepFigures) -> str:
     norm = "–" if figures.grad_norm is None else f"{figures.grad_norm:.3g}"
     tflops = f"{figures.tflops:,.1f}" if figures.tflops >= 1 else f"{figures.tflops:.3g}"
+    more = "".join(f"{name} {value:.3g}  " for name, value in _shown_figures(figures.more))
     return (
-        f"loss {figures.loss:.4f}  norm {norm}  lr {figures.lr:.2e}  "
+        f"loss {figures.loss:.4f}  {more}norm {norm}  lr {figures.lr:.2e}  "
         f"{format_rate(figures.tokens_per_s)} tokens/s  {tflops} TFLOPS"
     )
+
+
+def _shown_figures(more: dict[str, float]) -> list[tuple[str, float]]:
+    """Return those for which a line has room, with short names."""
+    return [(name, more[key]) for key, name in _SHORT_NAMES.items() if key in more]
 
 
 def tiers_line(plan: Plan) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class Evaluated:
     loss: float
     count: int
     counts: str
+    more: dict[str, float] = field(default_factory=dict)  # what the objective tells beside it
 
     @property
     def perplexity(self) -> float | None:
@@ -42,14 +43,16 @@ def evaluate(
     The model is in training mode again afterwards.
     """
     device = engine_of(model).device
-    total, count = 0.0, 0
+    totals, count = [0.0 for _ in ("loss", *objective.figures)], 0
     with evaluating(model), batches:
         for number, batch in enumerate(batches):
             if stops():
                 return None
             on_device = {k: v.to(device, non_blocking=True) for k, v in batch.items()}
-            loss, size = objective.held_out(model, on_device, number)
+            values, size = objective.held_out(model, on_device, number)
             if size:
-                total += float(loss) * size
+                totals = [t + float(v) * size for t, v in zip(totals, values, strict=True)]
                 count += size
-    return Evaluated(loss=total / max(1, count), count=count, counts=objective.counts)
+    loss, *others = (total / max(1, count) for total in totals)
+    more = dict(zip(objective.figures, others, strict=True))
+    return Evaluated(loss=loss, count=count, counts=objective.counts, more=more)

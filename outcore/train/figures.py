@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from outcore.store.ledger import TierReport
@@ -23,6 +23,7 @@ class StepFigures:
     tflops: float
     data_wait_s: float  # how long the step waited for its batch
     epoch: float
+    more: dict[str, float] = field(default_factory=dict)  # what the objective tells beside the loss
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import outcore
@@ -31,7 +32,7 @@ from outcore.train.display import Display
 from outcore.train.evaluation import Evaluated, evaluate
 from outcore.train.figures import StepFigures, TrainResult
 from outcore.train.held_room import HeldRoom
-from outcore.train.lagged_loss import LaggedLoss
+from outcore.train.lagged_values import LaggedValues
 from outcore.train.metrics import FILE_NAME as METRICS
 from outcore.train.metrics import Metrics
 from outcore.train.objective import Objective, objective_for
@@ -230,12 +231,13 @@ class Run:
         """Take steps until all are done or a stop is asked for."""
         settings, first = self.settings, self.step
         recorded_from = first + _UNRECORDED_STEPS
-        losses, told = LaggedLoss(), StepTeller(self.display, metrics)
+        lagged = LaggedValues()
+        told = StepTeller(self.display, metrics, self.objective.figures)
         with self.display.steps(self.step, self.corpus.num_steps), contextlib.ExitStack() as stack:
             record: RunRecord | None = None
             if self._evaluates_here and not metrics.is_evaluated(self.step):
                 self._evaluate(metrics, stop)  # the run was asked to stop in the middle of it
-                told.flush(losses)
+                told.flush(lagged)
             while self.step < self.corpus.num_steps and not stop.is_set:
                 if self.step == recorded_from:
                     record = stack.enter_context(outcore.record(self.model))
@@ -244,15 +246,15 @@ class Run:
                     self._measured(record, num_steps=self.step - recorded_from)
                     record = None
                 try:
-                    waited_s, loss = self._take_step()
+                    waited_s, values = self._take_step()
                 except NonFiniteGradient as error:
-                    told.flush(losses)
+                    told.flush(lagged)
                     raise self._with_what_is_kept(error) from error
-                told.step(losses.put(loss), partial(self._figures, waited_s))
+                told.step(lagged.put(values), partial(self._figures, waited_s))
                 if self.step - first == 1:
-                    told.flush(losses)  # it took long, and someone may be waiting for it
+                    told.flush(lagged)  # it took long, and someone may be waiting for it
                 if self._evaluates_here:
-                    told.flush(losses)
+                    told.flush(lagged)
                     if record is not None:  # in it, an evaluation would be a part of a step
                         stack.close()
                         self._measured(record, num_steps=self.step - recorded_from)
@@ -260,11 +262,11 @@ class Run:
                         if self.measurement is None:
                             recorded_from = self.step  # behind the evaluation, from the start
                     self._evaluate_on_the_way(metrics, stop)
-                    told.flush(losses)
+                    told.flush(lagged)
                 if settings.save_every and self.step % settings.save_every == 0:
                     assert self.checkpoints is not None
                     self.checkpoints.begin(self.step, self._values)
-            told.flush(losses)
+            told.flush(lagged)
             self.loss = told.loss
             if record is not None:
                 self._measured(record, num_steps=self.step - recorded_from)
@@ -276,7 +278,7 @@ class Run:
             self.display.lanes(self.measurement)
 
     def _take_step(self) -> tuple[float, Tensor]:
-        """Return how long the batch took to come, and the loss."""
+        """Return how long the batch took to come, and the objective's values, the loss first."""
         before_s = time.perf_counter()
         self.before_step = BeforeStep(self.model, self.optimizer, self.corpus.training)
         batch = next(self.corpus.training)
@@ -288,14 +290,14 @@ class Run:
         on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
         def forward_and_backward() -> Tensor:
-            loss = self.objective.loss(self.model, on_device, self.step)
-            loss.backward()
-            return loss.detach()
+            values = self.objective.values(self.model, on_device, self.step)
+            values[0].backward()  # type: ignore[no-untyped-call, unused-ignore]
+            return torch.stack([value.detach().float() for value in values])
 
-        loss = self.optimizer.step(forward_and_backward)
+        values = self.optimizer.step(forward_and_backward)
         self.optimizer.zero_grad()
         self.step += 1
-        return waited_s, loss
+        return waited_s, values
 
     def _figures(self, waited_s: float, step_s: float) -> StepFigures:
         """Return those of the step just taken; its loss is not known yet."""
@@ -327,6 +329,7 @@ class Run:
             # First: what is in the metrics is not evaluated again.
             self.best.keep_if_better(found.loss, self._values)
         figures = {"loss": found.loss, "perplexity": found.perplexity}
+        figures |= found.more
         metrics.add("eval", self.step, **{k: v for k, v in figures.items() if v is not None})
         self.display.evaluated(self.step, found)
         return found

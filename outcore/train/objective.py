@@ -11,6 +11,7 @@ from torch import Tensor
 from outcore.data.batches import Batch
 from outcore.train.corpus import Corpus
 from outcore.train.preference import (
+    REWARDS,
     AdaptersOff,
     Reference,
     dpo_loss,
@@ -23,55 +24,61 @@ TRAINING_REFERENCE = "reference.safetensors"
 HELD_OUT_REFERENCE = "reference-held-out.safetensors"
 
 
+Values = tuple[Tensor, ...]
+"""A loss, and then what an objective's ``figures`` name."""
+
+
 class Objective(Protocol):
     """From a batch on the device to a loss."""
 
     counts: str  # what a held-out loss is a mean over: "tokens" or "pairs"
+    figures: tuple[str, ...]  # what is told beside the loss
 
-    def loss(self, model: Any, batch: Batch, number: int) -> Tensor:
-        """Return the loss of the ``number``-th training batch."""
+    def values(self, model: Any, batch: Batch, number: int) -> Values:
+        """Return those of the ``number``-th training batch."""
 
-    def held_out(self, model: Any, batch: Batch, number: int) -> tuple[Tensor, int]:
-        """Return the loss of a batch that is evaluated, and over how many things it is a mean."""
+    def held_out(self, model: Any, batch: Batch, number: int) -> tuple[Values, int]:
+        """Return those of a batch that is evaluated, and over how many things they are means."""
 
 
 class NextToken:
     """The model's own loss: the mean over the tokens that count."""
 
     counts = "tokens"
+    figures: tuple[str, ...] = ()
 
-    def loss(self, model: Any, batch: Batch, number: int) -> Tensor:
+    def values(self, model: Any, batch: Batch, number: int) -> Values:
         # With a cache, the default where gradients are off, transformers lets packed documents see
         # each other.
         loss: Tensor = model(**batch, use_cache=False).loss
-        return loss
+        return (loss,)
 
-    def held_out(self, model: Any, batch: Batch, number: int) -> tuple[Tensor, int]:
+    def held_out(self, model: Any, batch: Batch, number: int) -> tuple[Values, int]:
         count = int((batch["labels"][:, 1:] != -100).sum())
-        return self.loss(model, batch, number), count
+        return self.values(model, batch, number), count
 
 
 class Preference:
     """DPO; evaluation has a reference of its own."""
 
     counts = "pairs"
+    figures: tuple[str, ...] = REWARDS
 
     def __init__(self, training: Reference, held_out: Reference | None, beta: float) -> None:
         self._training = training
         self._held_out = held_out
         self._beta = beta
 
-    def loss(self, model: Any, batch: Batch, number: int) -> Tensor:
-        return self._loss(model, batch, self._training.logps(model, batch, number))
+    def values(self, model: Any, batch: Batch, number: int) -> Values:
+        return self._values(model, batch, self._training.logps(model, batch, number))
 
-    def held_out(self, model: Any, batch: Batch, number: int) -> tuple[Tensor, int]:
+    def held_out(self, model: Any, batch: Batch, number: int) -> tuple[Values, int]:
         assert self._held_out is not None
         reference = self._held_out.logps(model, batch, number)
-        return self._loss(model, batch, reference), batch["input_ids"].shape[0] // 2
+        return self._values(model, batch, reference), batch["input_ids"].shape[0] // 2
 
-    def _loss(self, model: Any, batch: Batch, reference: Tensor) -> Tensor:
-        loss, _ = dpo_loss(sequence_logps(model, batch), reference, self._beta)
-        return loss
+    def _values(self, model: Any, batch: Batch, reference: Tensor) -> Values:
+        return dpo_loss(sequence_logps(model, batch), reference, self._beta)
 
 
 def objective_for(

@@ -46,14 +46,21 @@ def sequence_logps(model: Any, batch: Batch) -> Tensor:
     return -losses.view(target.shape).sum(-1)
 
 
-def dpo_loss(policy: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return the loss, and the share of pairs in which the chosen answer gained more.
+REWARDS = ("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected")
+"""What is told beside the loss, under the names that TRL has for it."""
 
-    Rows are chosen and rejected in turns.
+
+def dpo_loss(policy: Tensor, reference: Tensor, beta: float) -> tuple[Tensor, ...]:
+    """Return the loss and the ``REWARDS``, means over the pairs.
+
+    An answer's reward is what its log-probability gained, times beta; accuracy is the share of
+    pairs in which the chosen answer has more. Rows are chosen and rejected in turns.
     """
     gained = policy - reference
-    margin = gained[0::2] - gained[1::2]
-    return -F.logsigmoid(beta * margin).mean(), (margin > 0).float().mean()
+    chosen, rejected = beta * gained.detach()[0::2], beta * gained.detach()[1::2]
+    rewards = ((chosen > rejected).float(), chosen - rejected, chosen, rejected)
+    loss = -F.logsigmoid(beta * (gained[0::2] - gained[1::2])).mean()
+    return loss, *(reward.mean() for reward in rewards)
 
 
 class AdaptersOff:

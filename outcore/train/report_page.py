@@ -48,6 +48,7 @@ def report_page(output: Path, settings: TrainSettings, plan: Plan, result: Train
                     ],
                 ),
             ),
+            *_rewards(lines),
             (
                 "Throughput",
                 line_chart(
@@ -71,6 +72,22 @@ def report_page(output: Path, settings: TrainSettings, plan: Plan, result: Train
         ),
         last=(("Settings", _settings(settings)), ("Versions", _versions())),
     )
+
+
+def _rewards(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return charts of what DPO tells beside its loss, where this is DPO."""
+    charts = []
+    for heading, name in (
+        ("Reward accuracy", "rewards/accuracies"),
+        ("Reward margin", "rewards/margins"),
+    ):
+        series = [
+            Series(name="training", points=_points(lines, "train", name)),
+            Series(name="held out", points=_points(lines, "eval", name)),
+        ]
+        if any(one.points for one in series):
+            charts.append((heading, line_chart(f"{name} over steps", series)))
+    return charts
 
 
 def _points(lines: list[dict[str, Any]], kind: str, name: str) -> list[tuple[float, float]]:

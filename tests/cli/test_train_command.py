@@ -18,7 +18,7 @@ from outcore.cli import app
 from outcore.errors import DoesNotFit
 from outcore.train import demo, subject
 from outcore.train.demo import Demo, make_demo
-from outcore.train.lagged_loss import LaggedLoss
+from outcore.train.lagged_values import LaggedValues
 
 
 @pytest.fixture(autouse=True)
@@ -68,11 +68,11 @@ def test_a_run_from_the_command_line(job: Demo, tmp_path: Path) -> None:
 def test_a_loss_that_is_no_number_is_null_in_json(
     job: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_number(self: LaggedLoss) -> float | None:
-        return None if last(self) is None else float("nan")
+    def no_number(self: LaggedValues) -> list[float] | None:
+        return None if last(self) is None else [float("nan")]
 
-    last = LaggedLoss.last
-    monkeypatch.setattr(LaggedLoss, "last", no_number)
+    last = LaggedValues.last
+    monkeypatch.setattr(LaggedValues, "last", no_number)
     result = run_train(*arguments_of(job, tmp_path / "out", "--max-steps", "2"), "--json", "-")
     assert result.exit_code == 0, result.output
 

@@ -58,12 +58,13 @@ def steps_in(settings: TrainSettings) -> list[int]:
 
 
 def put_nan(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
-    loss_of = NextToken.loss
+    values_of = NextToken.values
 
-    def loss(self: NextToken, model: Any, batch: Any, number: int) -> Tensor:
-        return loss_of(self, model, batch, number) * (float("nan") if number in numbers else 1.0)
+    def values(self: NextToken, model: Any, batch: Any, number: int) -> tuple[Tensor, ...]:
+        (loss,) = values_of(self, model, batch, number)
+        return (loss * (float("nan") if number in numbers else 1.0),)
 
-    monkeypatch.setattr(NextToken, "loss", loss)
+    monkeypatch.setattr(NextToken, "values", values)
 
 
 @pytest.fixture

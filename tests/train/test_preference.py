@@ -49,10 +49,13 @@ def losses(output: str, kind: str = "train") -> list[float]:
 def test_the_loss_of_pairs() -> None:
     policy = torch.tensor([-1.0, -4.0, -3.0, -2.0])
     reference = torch.tensor([-2.0, -3.0, -2.0, -2.0])
-    loss, share = dpo_loss(policy, reference, beta=0.5)
+    loss, *rewards = dpo_loss(policy, reference, beta=0.5)
     expected = -(F.logsigmoid(torch.tensor(1.0)) + F.logsigmoid(torch.tensor(-0.5))) / 2
     assert loss == pytest.approx(float(expected))
-    assert share == 0.5
+    accuracies, margins, chosen, rejected = rewards
+    assert accuracies == 0.5
+    assert (float(chosen), float(rejected)) == (0.0, -0.25)  # of 1, -1 and of -1, 0
+    assert float(margins) == 0.25
 
 
 def test_log_probabilities_and_their_gradients_are_those_of_plain_torch(files: Files) -> None:
@@ -97,7 +100,8 @@ def test_a_model_comes_to_prefer_what_was_chosen(files: Files, pairs: Path, lora
         held_out=0.2,
         eval_every=10,
     )
-    result = train(settings, Display(Console(quiet=True)))
+    text = io.StringIO()
+    result = train(settings, Display(Console(file=text, width=1000)))
     assert result.is_complete
     taken = losses(settings.output)
     # At the start the model is its own reference, and attention's dropout is left out.
@@ -106,6 +110,18 @@ def test_a_model_comes_to_prefer_what_was_chosen(files: Files, pairs: Path, lora
     assert losses(settings.output, "eval")[-1] < 0.6
     lines = read_metrics(Path(settings.output))
     assert not any("perplexity" in line for line in lines)  # a preference has none
+    for line in lines:
+        chosen, rejected = line["rewards/chosen"], line["rewards/rejected"]
+        assert line["rewards/margins"] == pytest.approx(chosen - rejected, abs=1e-4)
+    assert lines[0]["rewards/margins"] == pytest.approx(0.0, abs=1e-3)
+    for kind in ("train", "eval"):
+        last = [line for line in lines if line["kind"] == kind][-1]
+        assert last["rewards/accuracies"] >= 0.7
+        assert last["rewards/margins"] > 0.5
+    shown = [line for line in text.getvalue().splitlines() if "accuracy" in line]
+    assert any(line.startswith("step 30/30") for line in shown)
+    assert any("held-out loss" in line and "margin" in line for line in shown)
+    assert "Reward accuracy" in (Path(settings.output) / "report.html").read_text()
     assert (Path(settings.output) / "reference.safetensors").exists() is not lora
 
 
