@@ -19,7 +19,7 @@ class LaggedValues:
             copy = torch.empty(values.shape, dtype=torch.float32, pin_memory=True)
             copy.copy_(values.detach(), non_blocking=True)
             arrived = torch.cuda.Event()
-            arrived.record()
+            arrived.record(torch.cuda.current_stream(values.device))
             self._pending = copy, arrived
         else:
             self._pending = values.detach().float(), None
