@@ -69,6 +69,7 @@ class Engine:
         self.plan = plan
         self._written = {unit.index: _versions(unit) for unit in units}  # as last seen
         self._packed_written = packed_versions(units)
+        self._addresses = {unit.index: _addresses(unit) for unit in units}
         self._synchronized_updates = -1  # that were queued when last waited for
         self.called_edges: set[int] = set()  # units that a module's call has waited for
         self.block_lock = threading.RLock()  # see one_block_at_a_time.py
@@ -191,7 +192,9 @@ class Engine:
     def notice_writes(self, units: Sequence[Unit] | None = None) -> None:
         """Before a forward: see which parameters were written in place, and follow them."""
         units = self.units if units is None else units
-        _check_at_home(units)
+        for unit in units:
+            if self._addresses[unit.index] != _addresses(unit):
+                _refuse_other_memory(unit)
         changed = [unit for unit in units if self._written[unit.index] != _versions(unit)]
         if changed:
             check_not_written(changed, self._packed_written)
@@ -246,23 +249,25 @@ class Engine:
         self.close()
 
 
-def _check_at_home(units: Sequence[Unit]) -> None:
+def _refuse_other_memory(unit: Unit) -> None:
     """Refuse parameters that were given other memory: their home would not see what is in it.
 
     Its values are not taken over: who swaps weights this way keeps the home's as the others, and
     would find them overwritten.
     """
-    for unit in units:
-        start = unit.home.data_ptr()
-        for field in unit.layout.fields:
-            at_home = start + field.offset * unit.dtype.itemsize
-            if field.numel and unit.parameters[field.name].data_ptr() != at_home:
-                raise OutcoreError(
-                    f"{unit.full_name(field.name)} was given other memory (parameter.data = ..., "
-                    "vector_to_parameters), which an offloaded model would not train. Write the "
-                    "values in place, with torch.no_grad(): parameter.copy_(values), or call "
-                    "outcore.release(model) first"
-                )
+    homes = unit.layout.views(unit.home)
+    for name, home in homes.items():
+        if home.numel() and unit.parameters[name].data_ptr() != home.data_ptr():
+            raise OutcoreError(
+                f"{unit.full_name(name)} was given other memory (parameter.data = ..., "
+                "vector_to_parameters), which an offloaded model would not train. Write the "
+                "values in place, with torch.no_grad(): parameter.copy_(values), or call "
+                "outcore.release(model) first"
+            )
+
+
+def _addresses(unit: Unit) -> list[int]:
+    return [parameter.data_ptr() for parameter in unit.parameters.values()]
 
 
 def _versions(unit: Unit) -> dict[str, int]:
