@@ -134,6 +134,7 @@ def saving(
     slot_now: Callable[[], Tensor],
     rebind: bool,
     count: SavedBytes | None,
+    is_compiled: bool,
 ) -> Iterator[None]:
     """Watch what autograd saves.
 
@@ -161,5 +162,8 @@ def saving(
         offset, shape, stride = saved
         return now.as_strided(shape, stride, now.storage_offset() + offset)
 
+    if is_compiled:
+        # Between two graphs of a block the compiler would take each call for a part of the block.
+        pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(unpack)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

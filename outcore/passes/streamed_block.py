@@ -210,7 +210,11 @@ class StreamedBlock:
         ignored = [self._flat, self._services.expansion.memory, *inputs]
         count = SavedBytes(ignored) if measure else None
         with activations.saving(
-            slot=self._flat, slot_now=self._weights_now, rebind=keep, count=count
+            slot=self._flat,
+            slot_now=self._weights_now,
+            rebind=keep,
+            count=count,
+            is_compiled=self._services.is_compiled,
         ):
             yield
         if count is not None:
