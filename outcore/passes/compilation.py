@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -77,15 +78,17 @@ def _compile_kernels(*args: Any, **kwargs: Any) -> Any:
 
 
 def start_compiler() -> None:
-    """Start the processes that compile kernels: they take seconds, in which weights are read.
+    """Start the process that compiles kernels: it takes seconds, in which weights are read.
 
-    torch starts them at the first compilation, and compiles one kernel after the other until they
-    are there.
+    torch starts it at the first compilation, and compiles one kernel after the other until it is
+    there. Its own children wait until then: torch 2.11 may never end them where the program ends
+    as they start, after an error perhaps, and waits five minutes.
     """
-    from torch._inductor import async_compile
+    from torch._inductor.async_compile import AsyncCompile
+    from torch.utils._triton import has_triton_package
 
-    if hasattr(async_compile, "maybe_warm_pool"):
-        async_compile.maybe_warm_pool()
+    if has_triton_package() and os.environ.get("TORCH_WARM_POOL", "1") == "1":
+        AsyncCompile.warm_pool()
 
 
 def _has_deterministic_option() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable
@@ -10,9 +11,9 @@ from typing import Any
 import lora
 import pytest
 import torch
-import torch._inductor.async_compile as async_compile
 import torch._inductor.compile_fx as compile_fx
 import torch._inductor.config as inductor_config
+from torch._inductor.async_compile import AsyncCompile
 
 import outcore
 import outcore.engine.offload as offload_module
@@ -51,11 +52,15 @@ def test_a_torch_that_does_not_know_the_option(
     assert "deterministic" not in given
 
 
-def test_processes_that_compile_start_before_weights_are_read(
+def test_the_process_that_compiles_starts_before_weights_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Not its children: a program that ends while they start may hang."""
     happened: list[str] = []
-    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: happened.append("started"))
+    monkeypatch.setattr("torch.utils._triton.has_triton_package", lambda: True)
+    monkeypatch.setenv("TORCH_WARM_POOL", "1")
+    for name, what in (("warm_pool", "started"), ("wakeup", "children started")):
+        monkeypatch.setattr(AsyncCompile, name, functools.partial(happened.append, what))
     place = offload_module.place_units
 
     def watched(*arguments: Any, **options: Any) -> Any:
