@@ -31,10 +31,10 @@ from outcore.planning.step_size import MOST_TOKENS
     ],
 )
 def test_no_step(tokens: Any, seq_len: Any, message: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ValueError, match=message):
         outcore.plan("llama-3.1-405b", tokens=tokens, seq_len=seq_len, machine="h200-pcie5")
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_a_budget_without_its_unit_is_refused_before_anything_is_measured() -> None:
@@ -73,8 +73,8 @@ def test_a_job_of_too_many_tokens() -> None:
 
 @pytest.mark.parametrize("seq_len", [1, 2048, MOST_TOKENS])
 def test_the_largest_step_overflows_nothing(seq_len: int) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(DoesNotFit) as caught:
         make_plan(model_spec("llama-3.1-405b"), H200, Job(tokens=MOST_TOKENS, seq_len=seq_len))
-    assert time.perf_counter() - start < 8
+    assert time.process_time() - start < 8
     assert all(0 < missing < 2**62 for missing in caught.value.missing_bytes.values())
