@@ -63,7 +63,7 @@ exactness() {
   verify slots --only slot --only "both, random" & jobs+=($!)
   verify disk --only disk & jobs+=($!)
   verify mixed --only streamed --only "state on host" --only mixed --only tiers & jobs+=($!)
-  for room in kernels store engine; do
+  for room in kernels store passes engine; do
     python3 -m pytest -q -m gpu "tests/$room" >"$disk/tests-$room.txt" 2>&1 & jobs+=($!)
   done
   if [ -f "$disk/smollm2.gguf" ]; then
