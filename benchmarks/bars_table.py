@@ -2,7 +2,8 @@
 
     python benchmarks/bars_table.py FOLDER
 
-A bar whose figures are not there is named as such. The exit status is how many are missed.
+A bar whose figures are not there is named as such, and is missed where what should have them cannot
+be read. The exit status is how many are missed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 GIB = 2**30
 NUM_PLACEMENTS = 14
 TIERS = ("device", "host", "disk")
+_LEAST_TFLOPS = {"7b": 500, "14b": 420, "32b-compact": 400}
+_SETTINGS = (*_LEAST_TFLOPS, "7b-native", "8b-long-clip", "72b-minimal-clip", "3b-disk-wait")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +61,11 @@ def all_bars(folder: Path) -> Iterator[Bar]:
         "SmolLM2": smollm2_bars,
     }
     for name, part in parts.items():
-        bars = list(part(folder))
-        yield from bars or [Bar(name=name, measured="not measured", bar="", is_held=None)]
+        try:
+            yield from list(part(folder)) or [_not_measured(name)]
+        except json.JSONDecodeError as error:  # a script that failed has left an empty file
+            measured = f"cannot be read: {error}"
+            yield Bar(name=name, measured=measured, bar="", is_held=False)
 
 
 def probe_bars(folder: Path) -> Iterator[Bar]:
@@ -72,8 +78,11 @@ def plan_bars(folder: Path) -> Iterator[Bar]:
     for setting, row in rows.items():
         if "failed" in row:
             yield Bar(name=setting, measured="failed", bar="to the end", is_held=False)
+    for setting in _SETTINGS:
+        if setting not in rows:
+            yield _not_measured(setting)
     rows = {setting: row for setting, row in rows.items() if "failed" not in row}
-    for setting, least in (("7b", 500), ("14b", 420), ("32b-compact", 400)):
+    for setting, least in _LEAST_TFLOPS.items():
         if setting in rows:
             yield _at_least(setting, rows[setting]["tflops"], least, "{:.1f} TFLOPS")
     if "7b" in rows and "7b-native" in rows:
@@ -191,6 +200,10 @@ def plan_rows(folder: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> Any:
     return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _not_measured(name: str) -> Bar:
+    return Bar(name=name, measured="not measured", bar="", is_held=None)
 
 
 def _at_least(name: str, value: float, least: float, shown: str) -> Bar:

@@ -110,6 +110,23 @@ def test_what_is_missed_is_said(
     assert missed[0].startswith(f"{name} ")
 
 
+def test_rows_that_are_not_there_are_named(folder: Path) -> None:
+    """plans.py may end before it has written any, where other files have some."""
+    _changed(folder / "plans-all.json", lambda figures: figures.update(rows=figures["rows"][:1]))
+    unmeasured = {bar.name for bar in TABLE.all_bars(folder) if bar.measured == "not measured"}
+    assert unmeasured == {"14b", "32b-compact", "7b", "7b-native", "8b-long-clip"}
+
+
+def test_a_file_that_a_failure_left_empty_hides_no_other_figure(folder: Path) -> None:
+    names = {bar.name for bar in TABLE.all_bars(folder)}
+    (folder / "checkpoint.json").write_text("")  # what the shell makes before the script runs
+    bars = list(TABLE.all_bars(folder))
+    (lost,) = {bar.name for bar in bars} - names
+    assert lost == "checkpoints"
+    assert next(bar for bar in bars if bar.name == lost).is_held is False
+    assert len(bars) == len(names)
+
+
 def test_what_was_not_measured_is_no_bar_that_is_held(tmp_path: Path) -> None:
     bars = list(TABLE.all_bars(tmp_path))
     assert {bar.measured for bar in bars} == {"not measured"}
