@@ -25,6 +25,7 @@ from outcore.machine.probe.disk import measure_disk
 from outcore.machine.probe.report import DiskFigures
 from outcore.machine.probe.sizes import FULL
 from outcore.shapes import shape_dict
+from outcore.store.scratch_directory import remove_leftovers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,19 +120,27 @@ def main() -> None:
         before = disk_now(arguments.disk) if setting.disk_bytes is not None else None
         row = run_peer(setting.system, job_of(setting, arguments.disk), limit_s=arguments.limit)
         rows.append({"setting": name, **json.loads(row.to_json())})
-        if before is not None:
-            after = measure_disk(Path(arguments.disk), SHORT, pin=True)
-            rows[-1]["disk"] = {"before": asdict(before), "after": asdict(after)}
-            seen = ", ".join(f"{x.both_ways_bytes_s / 1e9:.2f}" for x in (before, after))
-            print(f"{name:16s} disk, GB/s each way, before and after: {seen}")
-        arguments.json.write_text(json.dumps({"machine": machine_facts(), "rows": rows}, indent=1))
+        write(arguments.json, rows)
         print(f"{name:16s} {summary(row)}", flush=True)
+        if before is None:
+            continue
+        remove_leftovers(Path(arguments.disk))  # of a process that was killed: all of the disk
+        after = measure_disk(Path(arguments.disk), SHORT, pin=True)
+        rows[-1]["disk"] = {"before": asdict(before), "after": asdict(after)}
+        write(arguments.json, rows)
+        seen = ", ".join(f"{x.both_ways_bytes_s / 1e9:.2f}" for x in (before, after))
+        print(f"{name:16s} disk, GB/s each way, before and after: {seen}", flush=True)
     if failed := [row["setting"] for row in rows if "failed" in row]:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
 
+def write(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.write_text(json.dumps({"machine": machine_facts(), "rows": rows}, indent=1))
+
+
 def disk_now(folder: str) -> DiskFigures:
     """Probe the disk again, so that the next plan goes by it."""
+    remove_leftovers(Path(folder))
     report = probe(disk=folder, refresh_disk=True)
     assert report.disk is not None
     return report.disk
