@@ -82,32 +82,46 @@ checkpoint() {
     --rounds 2 --folder "$disk" >"$folder/checkpoint.json"
 }
 
+# What an earlier call has left in FOLDER would stand for what fails now.
+forget() { (cd "$folder" && rm -f "$@"); }
+
 run_part() {
   case $1 in
-  disk) run state-on-disk plans disk 3b-disk-wait ;;
+  disk)
+    forget plans-disk.json
+    run state-on-disk plans disk 3b-disk-wait
+    ;;
   train)
+    forget plans-7b.json train-command.json plans-large.json
     run 7b plans 7b 7b,7b-native
     run train python3 benchmarks/train_command.py --checkpoint "$disk/checkpoint" \
       --engine "$folder/plans-7b.json" --json "$folder/train-command.json"
     run plans plans large 14b,8b-long-clip
     ;;
   loading)
+    forget loading-7b.json
     run loading python3 benchmarks/loading.py --shape qwen2.5-7b --directory "$disk/checkpoint" \
       --device cuda --device-blocks 9 --repeats 2 --json "$folder/loading-7b.json"
     ;;
-  exact) run exactness exactness ;;
+  exact)
+    forget verify-1b-{kept,slots,disk,mixed}.json smollm2.json
+    run exactness exactness
+    ;;
   tiers)
+    forget plans-32b.json plans-72b.json
     run 32b plans 32b 32b-compact
     rm -rf "$disk/checkpoint" # 72B takes all the room that there is
     run 72b plans 72b 72b-minimal-clip
     ;;
   lora)
+    forget lora-72b.json checkpoint.json
     run lora python3 benchmarks/lora_72b.py --steps 5 --warmup-steps 3 --json "$folder/lora-72b.json"
     run checkpoint checkpoint
     ;;
   esac
 }
 
+forget "probe-${parts//,/-}.json"
 run probe probe
 for part in ${parts//,/ }; do run_part "$part"; done
 

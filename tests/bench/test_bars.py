@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 from benchmark_scripts import BENCHMARKS
 
 TESTS = BENCHMARKS.parent / "tests"
@@ -20,3 +26,37 @@ def test_every_room_with_tests_that_need_a_gpu_is_run_or_left_out_on_purpose() -
         if "pytest.mark.gpu" in path.read_text()
     }
     assert set(found[1].split()) == marked - LEFT_OUT
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_figures_of_an_earlier_call_do_not_stand_for_what_fails(tmp_path: Path) -> None:
+    """Everything but the check for kernels and the table at the end fails here."""
+    bin, folder, disk = (tmp_path / name for name in ("bin", "folder", "disk"))
+    bin.mkdir()
+    python = bin / "python3"
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in\n*has_library*) exit 0 ;;\n'
+        f'*bars_table*) exec {sys.executable} "$@" ;;\n*) exit 1 ;;\nesac\n'
+    )
+    python.chmod(0o755)
+    folder.mkdir()
+    for name, result in {
+        "probe-disk-train-loading-exact-tiers-lora.json": "plans-one-probe-probe",
+        "plans-7b.json": "plans-one-probe",
+        "loading-7b.json": "loading-7b",
+        "verify-1b-kept.json": "verify-1b",
+        "smollm2.json": "smollm2",
+        "lora-72b.json": "lora-72b",
+        "checkpoint.json": "checkpoint",
+    }.items():
+        shutil.copy(BENCHMARKS / "results" / f"2026-11-18-h200-{result}.json", folder / name)
+    ran = subprocess.run(
+        ["bash", str(BENCHMARKS / "bars.sh"), "disk,train,loading,exact,tiers,lora", folder, disk],
+        env={**os.environ, "PATH": f"{bin}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    assert "held" not in ran.stdout
+    num_failed = ran.stdout.count(" FAILED ") / 2  # each is told at once, and at the end
+    assert num_failed == 11
+    assert ran.returncode == num_failed + ran.stdout.count("MISSED")
