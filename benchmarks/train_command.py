@@ -130,6 +130,7 @@ def run_command(arguments: Any, folder: Path) -> dict[str, Any]:
     environment = os.environ | {name: str(folder / where) for name, where in compiled.items()}
     start, in_homes_after_s, load_s, first_step_after_s = time.perf_counter(), *3 * [math.nan]
     # Of a run that is this short only the steps count: it is ended before it writes its state.
+    has_taken_all = False
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -140,7 +141,10 @@ def run_command(arguments: Any, folder: Path) -> dict[str, Any]:
             if "step 1/" in line:
                 first_step_after_s = after_s
             if f"step {arguments.steps}/" in line:
+                has_taken_all = True
                 process.kill()
+    if not has_taken_all:
+        raise SystemExit(f"outcore train ended early, with status {process.returncode}")
     lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").open()]
     counted = [line for line in lines if line["step"] >= FIRST_STEP]
     return {
