@@ -119,7 +119,7 @@ def _needs_put(window: _Window) -> bool:
     """Whether not all of it goes to the host's memory as it is.
 
     Such windows come last: what they copy to a GPU would wait while that memory is pinned, which
-    begins with the reading.
+    begins when its pages are made.
     """
     return any(run.range.memory is None for run in window.runs)
 
