@@ -11,8 +11,9 @@
 #   benchmarks/bars.sh tiers FOLDER DISK     32B; 72B in three tiers
 #   benchmarks/bars.sh lora FOLDER DISK      LoRA on 72B; steps while a checkpoint is written
 #
-# Several parts, with commas between them, run one after the other (all of them: 28 minutes) by one
-# probe, before the first figure; the disk is probed again just before each plan that rests on it.
+# Several parts, with commas between them, run one after the other (all of them: less than half an
+# hour) by one probe, before the first figure; the disk is probed again just before each plan that
+# rests on it.
 # Outcore is that of this checkout; its kernels are built where they are not.
 # Raw figures go to FOLDER, scratch files and checkpoints to DISK (64 GB). It goes on where something
 # fails; the last lines say what took how long, and have each figure beside its bar (bars_table.py).
@@ -26,6 +27,10 @@ for part in ${parts//,/ }; do
 done
 export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=passive PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$folder" "$disk"
+# Each of some thirty processes imports torch and transformers: 7 s, or 19 where nothing of a
+# machine's packages is compiled to bytecode.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX="$disk/bytecode"
 has_kernels() {
   python3 -W ignore -c 'import sys; from outcore.kernels import has_library; sys.exit(not has_library())'
 }
