@@ -38,6 +38,7 @@ FLOORS = (
     ("data",),
     ("limited_json",),
     ("units", "timeline", "random_state", "determinism", "fitting_table", "named_device"),
+    ("left_to_python",),
     ("errors",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

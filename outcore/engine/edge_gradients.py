@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from outcore.engine.offloaded import Engine
+from outcore.left_to_python import left_to_python
 from outcore.store.spans import Field
 from outcore.stream.unit import Unit
 
@@ -37,6 +38,7 @@ def send_home(engine: Engine, unit: Unit, field: Field) -> Callable[[], None]:
     return undo
 
 
+@left_to_python
 def _take(
     engine_ref: weakref.ref[Engine],
     unit_ref: weakref.ref[Unit],

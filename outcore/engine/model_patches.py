@@ -21,9 +21,11 @@ from outcore.engine.adapter_merging import merging_methods
 from outcore.engine.edge_gradients import send_home
 from outcore.engine.home_parameter import count_writes_to_data
 from outcore.engine.offloaded import Engine
+from outcore.engine.outer_compilation import uncompiled_methods
 from outcore.engine.packed_parameters import hook_packed_parameters
 from outcore.engine.saving_and_loading import hook_saving_and_loading, saving_methods
 from outcore.errors import OutcoreError
+from outcore.left_to_python import left_to_python
 from outcore.passes.block_function import BlockCall, run_without_graph
 from outcore.passes.deferred_logits import deferred_logits
 from outcore.passes.one_block_at_a_time import LockedBlockFunction
@@ -71,7 +73,12 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
         _replace(engine, head, "forward", forward)
     _check_tokens(model, engine, head)
     _patch_methods(model, engine)
-    for module, name, method in [*merging_methods(model, engine), *saving_methods(model)]:
+    blocks = [unit.part.module for unit in engine.units if unit.arrives_whole]
+    for module, name, method in [
+        *merging_methods(model, engine),
+        *saving_methods(model),
+        *uncompiled_methods(model, blocks),
+    ]:
         _replace(engine, module, name, method)
     engine.undo_patches += hook_packed_parameters(engine.units, engine.device)
 
@@ -208,7 +215,7 @@ def _patch_methods(model: nn.Module, engine: Engine) -> None:
     engine.undo_patches += hook_saving_and_loading(model, engine)
     replacements: dict[str, Any] = {
         "_outcore_engine": engine,
-        "zero_grad": functools.partial(_zero_grad, engine, model.zero_grad),
+        "zero_grad": left_to_python(functools.partial(_zero_grad, engine, model.zero_grad)),
         "to": functools.partial(_to, model, engine),
     }
     if hasattr(model, "resize_token_embeddings"):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from outcore.errors import NonFiniteGradient, OutcoreError, OutOfBudget
 from outcore.kernels import AdamWScalars, has_library
+from outcore.left_to_python import left_to_python
 from outcore.optim.global_norm import GlobalNorm
 from outcore.optim.late_changes import LateChanges, check_trainable
 from outcore.optim.param_groups import (
@@ -130,6 +131,7 @@ class AdamW(torch.optim.Optimizer):
         show_state(backend, self.param_groups, self.state)
         self._state_writes = StateWrites(backend, self.state)
 
+    @left_to_python
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Decide on this step's gradients, queue the updates, and return without waiting.
@@ -181,6 +183,7 @@ class AdamW(torch.optim.Optimizer):
             "computes in, need none."
         )
 
+    @left_to_python
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; the next ``backward()`` starts from zero."""
         super().zero_grad(set_to_none)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outcore.left_to_python import left_to_python
 from outcore.units import format_bytes
 
 Signature = tuple[Any, ...]
@@ -148,8 +149,8 @@ def saving(
     pack, unpack = watch.pack, watch.unpack
     if is_compiled:
         # Between two graphs of a block the compiler would take each call for a part of the block.
-        pack = functools.partial(_left_to_python(_Watch.pack), watch)
-        unpack = functools.partial(_left_to_python(_Watch.unpack), watch)
+        pack = functools.partial(_once(_Watch.pack), watch)
+        unpack = functools.partial(_once(_Watch.unpack), watch)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
@@ -187,8 +188,4 @@ class _Watch:
         return now.as_strided(shape, stride, now.storage_offset() + offset)
 
 
-@functools.cache
-def _left_to_python(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function as the compiler lets it be; making it so takes a fifth of a ms."""
-    left: Callable[..., Any] = torch.compiler.disable(function)
-    return left
+_once = functools.cache(left_to_python)  # it takes a fifth of a ms

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from outcore.errors import OutcoreError
+from outcore.left_to_python import left_to_python
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,4 +29,4 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
             )
         return backward(ctx, *grads)
 
-    return checked
+    return left_to_python(checked)
