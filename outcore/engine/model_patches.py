@@ -141,6 +141,7 @@ def _make_edges_wait(model: nn.Module, engine: Engine) -> None:
             engine.undo_patches.append(module.register_forward_pre_hook(waits).remove)
 
 
+@left_to_python
 def _wait_for(engine: Engine, units: Sequence[Unit], module: nn.Module, args: Any) -> None:
     with engine.block_lock:
         engine.notice_writes(units)
@@ -193,6 +194,7 @@ def _check_tokens(model: nn.Module, engine: Engine, head: nn.Linear | None) -> N
         engine.undo_patches.append(hook.remove)
 
 
+@left_to_python
 def _check_ids(engine: Engine, module: nn.Module, args: tuple[Any, ...]) -> None:
     if engine.forward.suspects_ids and args:
         engine.token_ranges.check_ids(args[0])
