@@ -19,6 +19,7 @@ from outcore.planning.device_type import slower_than_predicted
 from outcore.train import subject
 from outcore.train.corpus import CACHE_FOLDER, make_corpus
 from outcore.train.display import Display
+from outcore.train.end_token import stop_where_data_ends
 from outcore.train.figures import TrainResult
 from outcore.train.loop import Run
 from outcore.train.metrics import check_tensorboard
@@ -100,6 +101,9 @@ def _trained(settings: TrainSettings, display: Display) -> TrainResult:
             start_compiler()  # before loading is timed: to import it is no part of that
         with display.loading():
             model = subject.make_model(settings, plan, named)
+        said = stop_where_data_ends(model, corpus.cache, tokenizer, only_adapters=settings.lora)
+        if said is not None:
+            display.message(said)
         try:
             return Run(settings, display, plan, corpus, tokenizer, model, folder).train()
         finally:
