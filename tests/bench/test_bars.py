@@ -18,14 +18,13 @@ LEFT_OUT = {"bench", "checkpoint", "cli", "hf", "machine", "verify"}
 
 
 def test_every_room_with_tests_that_need_a_gpu_is_run_or_left_out_on_purpose() -> None:
-    found = re.search(r"for room in (.+); do", (BENCHMARKS / "bars.sh").read_text())
-    assert found is not None
+    run = set(re.findall(r"tests/(\w+)", (BENCHMARKS / "bars.sh").read_text()))
     marked = {
         path.parent.name
         for path in TESTS.glob("*/test_*.py")
         if "pytest.mark.gpu" in path.read_text()
     }
-    assert set(found[1].split()) == marked - LEFT_OUT
+    assert run == marked - LEFT_OUT
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
@@ -60,3 +59,32 @@ def test_figures_of_an_earlier_call_do_not_stand_for_what_fails(tmp_path: Path) 
     num_failed = ran.stdout.count(" FAILED ") / 2  # each is told at once, and at the end
     assert num_failed == 11
     assert ran.returncode == num_failed + ran.stdout.count("MISSED")
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_what_hangs_costs_its_own_figure_alone(tmp_path: Path) -> None:
+    """The limits are those of a GPU; here they are a second."""
+    bin, folder, disk = (tmp_path / name for name in ("bin", "folder", "disk"))
+    bin.mkdir()
+    python = bin / "python3"
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in\n*has_library*) exit 0 ;;\n'
+        f'*bars_table*) exec {sys.executable} "$@" ;;\n*loading.py*) exit 0 ;;\n'
+        f"*) exec sleep 60 ;;\nesac\n"
+    )
+    timeout = bin / "timeout"
+    timeout.write_text(f'#!/bin/sh\nshift 3\nexec {shutil.which("timeout")} 1 "$@"\n')
+    for program in (python, timeout):
+        program.chmod(0o755)
+    ran = subprocess.run(
+        ["bash", str(BENCHMARKS / "bars.sh"), "exact,loading", folder, disk],
+        env={**os.environ, "PATH": f"{bin}{os.pathsep}{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert [line.split()[:2] for line in ran.stdout.splitlines() if line.endswith(" s")][-3:] == [
+        ["probe", "FAILED"],
+        ["exactness", "FAILED"],
+        ["loading", "done"],
+    ]
