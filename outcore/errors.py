@@ -42,6 +42,10 @@ class StoreError(OutcoreError, OSError):
         self.offset = offset
 
 
+class LaneStoreError(StoreError, LaneError):
+    """A ``StoreError`` met on a background lane, for whoever waits there; that one is the cause."""
+
+
 class DoesNotFit(OutOfBudget):
     """No plan fits the budgets; says what is missing, and the nearest changes that would fit."""
 

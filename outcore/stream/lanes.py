@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from outcore.errors import LaneError
+from outcore.errors import LaneError, LaneStoreError, StoreError
 from outcore.stream.recording import recorded
 
 
@@ -81,8 +81,23 @@ class Fence:
     def _wait_issued(self) -> None:
         self._issued.wait()
         if self.error is not None:
-            what = str(self.error) or type(self.error).__name__  # Ctrl-C has no text
-            raise LaneError(f"background work failed: {what}") from self.error
+            first = _first(self.error)
+            raise _told(first) from first
+
+
+def _first(error: BaseException) -> BaseException:
+    """Return what failed first, where ``error`` is of work that waited for other work."""
+    while isinstance(error, LaneError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _told(first: BaseException) -> LaneError:
+    """Return what each who waits gets: raised itself, ``first`` would keep their frames."""
+    what = f"background work failed: {str(first) or type(first).__name__}"  # Ctrl-C has no text
+    if isinstance(first, StoreError):
+        return LaneStoreError(what, path=first.path, offset=first.offset)
+    return LaneError(what)
 
 
 class Lane:

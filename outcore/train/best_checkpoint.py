@@ -13,7 +13,7 @@ from torch import nn
 from outcore.checkpoint import run_state
 from outcore.checkpoint.contents import checkpoint_bytes
 from outcore.checkpoint.folder import CheckpointFolder
-from outcore.errors import StoreError
+from outcore.errors import LaneError, StoreError
 from outcore.optim.adamw import AdamW
 from outcore.train.output_directory import BEST
 from outcore.train.run_values import read_values
@@ -65,6 +65,8 @@ class BestCheckpoint:
             folder.give_up_after(self._optimizer.num_steps)
             try:
                 run_state.save(folder, self._model, self._optimizer, values())
+            except LaneError:  # of the disk that training itself needs
+                raise
             except StoreError as error:
                 self.loss = before
                 self._tell(f"the best checkpoint so far was not written: {error}")

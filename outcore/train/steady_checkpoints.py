@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from outcore.checkpoint.async_checkpoints import AsyncCheckpoints
-from outcore.errors import StoreError
+from outcore.errors import LaneError, StoreError
 
 Values = Callable[[], dict[str, Any]]
 
@@ -57,5 +57,7 @@ class SteadyCheckpoints:
             self._failed(error)
 
     def _failed(self, error: StoreError) -> None:
+        if isinstance(error, LaneError):  # of the disk that training itself needs
+            raise error
         self._saved_step = None
         self._tell(f"a checkpoint could not be written, and training goes on: {error}")

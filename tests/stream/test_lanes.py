@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from outcore.errors import LaneError
+from outcore.errors import LaneError, StoreError
 from outcore.stream.lanes import Lane
 
 
@@ -27,3 +27,42 @@ def test_a_forked_child_is_refused_instead_of_waiting_for_ever() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     lane.submit(lambda: None).block()
     lane.close()
+
+
+def test_what_failed_first_is_told_once_however_many_lanes_waited_for_it() -> None:
+    first, second, third = Lane("first"), Lane("second"), Lane("third")
+
+    def fail() -> None:
+        raise StoreError("/disk/w.scratch: no", path="/disk/w.scratch", offset=4096)
+
+    failed = first.submit(fail)
+    waiting = second.submit(lambda: None, after=[failed])
+    last = third.submit(waiting.block)
+    for fence in (failed, waiting, last, last):  # and once more: it stays as it is
+        with pytest.raises(StoreError) as caught:
+            fence.block()
+        error = caught.value
+        assert isinstance(error, LaneError)
+        assert str(error) == "background work failed: /disk/w.scratch: no"
+        assert (error.path, error.offset) == ("/disk/w.scratch", 4096)
+        assert type(error.__cause__) is StoreError
+        assert error.__cause__.__cause__ is None
+    for lane in (first, second, third):
+        lane.close()
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("no"), KeyboardInterrupt(), LaneError("no")])
+def test_what_is_not_the_disks_is_told_as_a_lanes(error: BaseException) -> None:
+    first, second = Lane("first"), Lane("second")
+
+    def fail() -> None:
+        raise error
+
+    fence = second.submit(lambda: None, after=[first.submit(fail)])
+    with pytest.raises(LaneError) as caught:
+        fence.block()
+    assert type(caught.value) is LaneError
+    assert str(caught.value) == f"background work failed: {str(error) or 'KeyboardInterrupt'}"
+    assert caught.value.__cause__ is error
+    first.close()
+    second.close()

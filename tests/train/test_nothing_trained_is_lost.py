@@ -22,7 +22,7 @@ from torch import Tensor
 from train_files import Files
 
 from outcore.checkpoint.folder import CheckpointFolder
-from outcore.errors import NonFiniteGradient, StoreError
+from outcore.errors import LaneStoreError, NonFiniteGradient, StoreError
 from outcore.train import loop as loop_module
 from outcore.train import metrics as metrics_module
 from outcore.train.display import Display
@@ -206,6 +206,25 @@ def test_a_best_checkpoint_that_fails_does_not_end_the_run(
     assert "the best checkpoint so far was not written: the disk is full" in told_by(settings)
     best = CheckpointFolder(Path(settings.output) / "checkpoints" / "best").steps()
     assert best in ([4], [6])
+
+
+@pytest.mark.parametrize("options", [{"save_every": 2}, {"held_out": 0.1, "eval_every": 2}])
+def test_work_that_failed_ends_the_run_though_a_checkpoint_met_it(
+    files: Files, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """An update may be lost, on the disk that holds the state."""
+
+    commit, calls = CheckpointFolder.commit, []
+
+    def fail_once(self: CheckpointFolder, *args: Any) -> Path:
+        calls.append(args)
+        if len(calls) == 1:
+            raise LaneStoreError("background work failed: state.scratch")
+        return commit(self, *args)
+
+    monkeypatch.setattr(CheckpointFolder, "commit", fail_once)
+    with pytest.raises(LaneStoreError, match=r"state\.scratch"):
+        train(files.settings(**options), quiet())
 
 
 class FullFile:
