@@ -208,7 +208,10 @@ def forget_locals(error: BaseException) -> None:
     Functions that are still running keep what they have, and are to ``del`` it themselves. Closures
     keep what they close over.
     """
-    traceback.clear_frames(error.__traceback__)
+    cause: BaseException | None = error
+    while cause is not None:  # a StoreError's is the system call's error, and that had the memory
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__
 
 
 class _Delays:

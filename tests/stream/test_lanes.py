@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 
 import pytest
+import torch
+from torch import Tensor
 
 from outcore.errors import LaneError, StoreError
 from outcore.stream.lanes import Lane
@@ -64,5 +67,31 @@ def test_what_is_not_the_disks_is_told_as_a_lanes(error: BaseException) -> None:
     assert type(caught.value) is LaneError
     assert str(caught.value) == f"background work failed: {str(error) or 'KeyboardInterrupt'}"
     assert caught.value.__cause__ is error
+    first.close()
+    second.close()
+
+
+def test_an_error_keeps_nothing_of_what_its_cause_worked_on() -> None:
+    """The system call that failed had a staging buffer, and all others are in the same memory."""
+    first, second = Lane("first"), Lane("second")
+    kept: list[weakref.ref[Tensor]] = []
+
+    def system_call(memory: Tensor) -> None:
+        raise OSError(5, f"injected, {memory.numel()} bytes")
+
+    def read() -> None:
+        memory = torch.zeros(10)
+        kept.append(weakref.ref(memory))
+        try:
+            system_call(memory)
+        except OSError as error:
+            raise StoreError("the drive failed") from error
+
+    fence = second.submit(lambda: None, after=[first.submit(read)])
+    with pytest.raises(StoreError, match="the drive failed") as caught:
+        fence.block()
+    assert isinstance(caught.value.__cause__, StoreError)
+    assert isinstance(caught.value.__cause__.__cause__, OSError)
+    assert [reference() for reference in kept] == [None]
     first.close()
     second.close()
