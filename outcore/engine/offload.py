@@ -269,8 +269,14 @@ def engine_of(model: nn.Module) -> Engine:
 
 
 def synchronize(model: nn.Module) -> None:
-    """Wait until every queued update is done, so that parameters can be read directly."""
-    engine_of(model).synchronize()
+    """Wait until every queued update is done, so that parameters can be read directly.
+
+    Raises what an update failed with, and what is still wrong with weights that a forward or a
+    backward could not read from disk.
+    """
+    engine = engine_of(model)
+    engine.synchronize()
+    engine.check_failed_weights()
 
 
 def release(model: nn.Module) -> None:

@@ -186,6 +186,15 @@ class Engine:
             assert unit.disk_weight is not None
             unit.disk_weight.check()
 
+    def check_failed_weights(self) -> None:
+        """``check_weights_on_disk`` where a forward or a backward found what it could not use.
+
+        Once it can be used, by a second reading or because it was written anew, it is forgotten.
+        """
+        failed = list(self.slots.failed)
+        self.check_weights_on_disk(failed)
+        self.slots.failed.difference_update(failed)
+
     def _num_updates(self) -> int:
         return sum(unit.version for unit in self.units)
 

@@ -69,6 +69,7 @@ class Slots:
         allocated = Fence.after_compute(device)
         for slot in self._slots:
             slot.free = allocated
+        self.failed: set[Unit] = set()  # whose weights could not be had when they were needed
         self.num_fetches = 0
         self.num_misses = 0  # fetches that were asked for only when needed
 
@@ -97,6 +98,7 @@ class Slots:
                 slot.users -= 1
                 if slot.ready is not None and slot.ready.error is not None:
                     slot.block = None
+                    self.failed.add(unit)
             raise
         return slot.memory[: unit.span_numel]
 

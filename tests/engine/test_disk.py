@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import outcore
 from outcore.engine import disk_tier
 from outcore.errors import LaneError, StoreError
+from outcore.store.scratch_file import ScratchFile
 from outcore.stream.disk_tensors import PIECE_ALIGN, DiskTensors
 from outcore.stream.lanes import injected_delays
 from outcore.stream.unit import Unit
@@ -219,6 +220,60 @@ def test_a_file_that_is_harmed_ends_the_step_with_its_name(
     assert isinstance(caught.value, LaneError)
     assert type(caught.value.__cause__) is StoreError
     says_where(caught.value, path)
+    outcore.engine_of(model).close()
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("fault", ["deleted", "cut", "flipped"])
+def test_weights_that_a_pass_could_not_read_are_told_by_synchronize(
+    disk: Path, fault: str, is_backward: bool
+) -> None:
+    model = make(disk, num_slots=1, **BOTH)  # so that no weights are on the device already
+    optimizer = outcore.AdamW(model, lr=1e-2)
+    train(model, optimizer, range(1))
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    path = scratch_file(disk, "weights")
+    loss = loss_of(model, 1)
+    go_on: Callable[[], object] = loss.backward if is_backward else lambda: loss_of(model, 2)
+    harm(path, fault)
+    with pytest.raises(StoreError) as met:
+        go_on()
+    says_where(met.value, path)
+    optimizer.zero_grad()
+    for _ in range(2):
+        with pytest.raises(StoreError) as caught:
+            outcore.synchronize(model)
+        says_where(caught.value, path)
+    if fault == "flipped":  # the file is there to be written to
+        model.load_state_dict(whole)
+        outcore.synchronize(model)
+        train(model, optimizer, range(1, 2))
+        outcore.release(model)
+    else:
+        outcore.engine_of(model).close()
+
+
+def test_weights_that_could_not_be_read_once_are_forgotten_when_they_can(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise StoreError("the drive failed")
+
+    model = make(disk, num_slots=1, weights="disk")
+    optimizer = outcore.AdamW(model, lr=1e-2)
+    train(model, optimizer, range(1))
+    outcore.synchronize(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(ScratchFile, "read_all", fail)
+        with pytest.raises(StoreError, match="the drive failed"):
+            loss_of(model, 1)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    with torch.no_grad():
+        weight.mul_(0.5)  # a user's own write is no harm
+    outcore.synchronize(model)
+    monkeypatch.setattr(ScratchFile, "check", fail)  # what costs a reading is over
+    outcore.synchronize(model)
+    train(model, optimizer, range(1, 2))
     outcore.engine_of(model).close()
 
 

@@ -103,6 +103,26 @@ def test_no_wrong_value_is_shown_or_saved(
         call(*trained, tmp_path)
 
 
+@pytest.mark.parametrize("look", [*LOOKS, "step", "synchronize"])
+def test_an_update_that_failed_is_told_once_by_all_that_wait_for_it(
+    trained: Trained, disk: Path, tmp_path: Path, look: str
+) -> None:
+    calls: dict[str, Callable[[Any, Any, Path], object]] = {
+        "step": lambda model, optimizer, _: step(model, optimizer, 2),
+        "synchronize": lambda model, *_: outcore.synchronize(model),
+        **{name: call for name, (_, call) in LOOKS.items()},
+    }
+    path = scratch_file(disk, "state")
+    flip(path)
+    step(*trained, 1)
+    with pytest.raises(StoreError) as caught:
+        calls[look](*trained, tmp_path)
+    assert isinstance(caught.value, LaneError)
+    assert (caught.value.path, caught.value.offset) == (path, 0)
+    assert type(caught.value.__cause__) is StoreError
+    assert str(caught.value) == f"background work failed: {caught.value.__cause__}"
+
+
 def load_weights(model: Any, optimizer: Any) -> None:
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.load_state_dict(values, strict=False)
