@@ -300,10 +300,11 @@ def _tell(console: Console, result: TrainResult) -> None:
             soft_wrap=not console.is_terminal,
         )
     else:
+        when = "before training"
+        if result.is_prepared:
+            when = f"after step {result.step:,} of {result.num_steps:,}"
         what_next = "--resume goes on from there" if result.is_resumable else "the model is written"
-        console.print(
-            f"[bold]stopped[/] after step {result.step:,} of {result.num_steps:,}; {what_next}"
-        )
+        console.print(f"[bold]stopped[/] {when}; {what_next}")
 
 
 def _describe(result: TrainResult) -> dict[str, Any]:

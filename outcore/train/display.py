@@ -139,8 +139,8 @@ class Display:
         yield
         self.message(f"saved {path} in {time.perf_counter() - start_s:.1f} s")
 
-    def stopping(self, signal: str) -> None:
-        self.message(f"{signal}: finishing this step, then saving; another one ends it at once")
+    def stopping(self, signal: str, *, what: str = "step") -> None:
+        self.message(f"{signal}: finishing this {what}, then saving; another one ends it at once")
 
 
 class LiveDisplay(Display):

@@ -34,13 +34,14 @@ class TrainResult:
     step: int
     num_steps: int
     stopped_by: str | None  # a signal's name, if one ended it
-    is_resumable: bool  # whether a checkpoint of this step was written
+    is_resumable: bool  # whether a checkpoint of this step was written, or the reference so far
     loss: float | None  # of the last step
     eval_loss: float | None
     seconds: float
     tiers: tuple[TierReport, ...]
     unmeasured_bytes: int  # of the device, as planned: temporaries, which only a GPU counts
     measurement: Measurement | None
+    is_prepared: bool = True  # False: stopped in what this process had to do before its first step
 
     @property
     def device_peak_bytes(self) -> int:
@@ -50,4 +51,4 @@ class TrainResult:
 
     @property
     def is_complete(self) -> bool:
-        return self.step >= self.num_steps
+        return self.is_prepared and self.step >= self.num_steps

@@ -111,9 +111,19 @@ class Run:
                 self.folder.close_and_remove_if_empty()
 
     def _prepared_and_trained(self) -> TrainResult:
-        self.objective = objective_for(
-            self.settings, self.corpus, self.model, self.display.reference
-        )
+        start_s = time.perf_counter()
+        with StopRequest(partial(self.display.stopping, what="batch")) as stop:
+            objective = objective_for(
+                self.settings,
+                self.corpus,
+                self.model,
+                self.display.reference,
+                stops=lambda: stop.is_set,
+            )
+        if objective is None or stop.is_set:  # also where there was nothing left to compute
+            self.step = max(self.folder.steps(), default=0)
+            return self._result(stop, start_s, is_prepared=False)
+        self.objective = objective
         if self.settings.resume:
             self._resume()
         at_end = model_bytes(self.model, only_adapters=self.settings.lora)
@@ -168,21 +178,34 @@ class Run:
                     self._write_model()
             if self._is_done:  # what goes wrong in here costs nothing that was trained
                 evaluated = self._evaluate(metrics, stop)
-            result = TrainResult(
-                output=self.output,
-                step=self.step,
-                num_steps=self.corpus.num_steps,
-                stopped_by=stop.signal.name if stop.signal and not self._is_done else None,
-                is_resumable=self.checkpoints is not None,
-                loss=self.loss,
-                eval_loss=evaluated.loss if evaluated else None,
-                seconds=time.perf_counter() - start_s,
-                tiers=tuple(engine_of(self.model).report()),
-                unmeasured_bytes=self._unmeasured_bytes,
-                measurement=self.measurement,
-            )
-            with writing(self.output / REPORT, "Make room there; --resume writes it again."):
-                write_report(self.output, self.settings, self.plan, result)
+            return self._result(stop, start_s, evaluated)
+
+    def _result(
+        self,
+        stop: StopRequest,
+        start_s: float,
+        evaluated: Evaluated | None = None,
+        *,
+        is_prepared: bool = True,
+    ) -> TrainResult:
+        """Return how this process ended, with the report written."""
+        is_complete = is_prepared and self._is_done
+        result = TrainResult(
+            output=self.output,
+            step=self.step,
+            num_steps=self.corpus.num_steps,
+            stopped_by=stop.signal.name if stop.signal and not is_complete else None,
+            is_resumable=self.checkpoints is not None or not is_prepared,
+            loss=self.loss,
+            eval_loss=evaluated.loss if evaluated else None,
+            seconds=time.perf_counter() - start_s,
+            tiers=tuple(engine_of(self.model).report()),
+            unmeasured_bytes=self._unmeasured_bytes,
+            measurement=self.measurement,
+            is_prepared=is_prepared,
+        )
+        with writing(self.output / REPORT, "Make room there; --resume writes it again."):
+            write_report(self.output, self.settings, self.plan, result)
         return result
 
     @property

@@ -86,8 +86,9 @@ def objective_for(
     corpus: Corpus,
     model: Any,
     progress: Callable[[int, int], None],
-) -> Objective:
-    """Return what the data asks for.
+    stops: Callable[[], bool],
+) -> Objective | None:
+    """Return what the data asks for; None if ``stops`` says so while a reference is made.
 
     Called before the first step and before a resume: it may need the model as it was.
     """
@@ -99,13 +100,17 @@ def objective_for(
         return Preference(AdaptersOff(), AdaptersOff(), settings.dpo_beta)
     output = Path(settings.output)
     training = precomputed(
-        model, corpus.training, corpus.num_steps, output / TRAINING_REFERENCE, progress
+        model, corpus.training, corpus.num_steps, output / TRAINING_REFERENCE, progress, stops
     )
+    if training is None:
+        return None
     held_out = None
     if corpus.evaluation is not None:
         with corpus.evaluation() as batches:
             assert batches.num_batches is not None
             held_out = precomputed(
-                model, batches, batches.num_batches, output / HELD_OUT_REFERENCE, progress
+                model, batches, batches.num_batches, output / HELD_OUT_REFERENCE, progress, stops
             )
+            if held_out is None:
+                return None
     return Preference(training, held_out, settings.dpo_beta)

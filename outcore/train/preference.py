@@ -2,12 +2,14 @@
 
 The reference is the model as it was. With adapters it is the same model with them switched off, so
 the streamed base serves both. Without, its log-probabilities are taken before the first step, for
-every batch that will come, and kept in a file: no second model is ever in memory.
+every batch that will come, and kept in a file, also on the way: no second model is ever in memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +25,8 @@ from outcore.checkpoint.contents import fingerprint
 from outcore.data.batches import Batch, Batches
 from outcore.data.durable_files import replace_file
 from outcore.engine.offload import engine_of
+
+_WRITE_EVERY_S = 60.0  # about what a kill in the pass before the first step costs
 
 
 class Reference(Protocol):
@@ -75,12 +79,14 @@ class AdaptersOff:
 class Precomputed:
     """What the model said before it was trained, row by row of every batch."""
 
-    def __init__(self, rows: Tensor) -> None:
-        self._rows = rows  # (batches, rows)
+    def __init__(self, rows: Tensor, width: int) -> None:
+        self._rows = rows  # of one batch behind those of another: (rows,)
+        self._width = width  # of every batch but the last
 
     def logps(self, model: Any, batch: Batch, number: int) -> Tensor:
-        size = batch["input_ids"].shape[0]
-        return self._rows[number, :size].to(engine_of(model).device)
+        first = number * self._width
+        rows = self._rows[first : first + batch["input_ids"].shape[0]]
+        return rows.to(engine_of(model).device)
 
 
 @torch.no_grad()
@@ -90,8 +96,12 @@ def precomputed(
     num_batches: int,
     path: Path,
     progress: Callable[[int, int], None],
-) -> Precomputed:
-    """Return the reference of all batches, from its file where that is whole."""
+    stops: Callable[[], bool],
+) -> Precomputed | None:
+    """Return the reference of all batches; None if ``stops`` says so behind one of them.
+
+    What its file has is not computed again, and what is computed comes into it on the way.
+    """
     identity = {name: str(value) for name, value in batches.state_dict().items()}
     identity.pop("next_batch")
     # A run that left no checkpoint may have left its reference, and have been of another model.
@@ -99,37 +109,49 @@ def precomputed(
     width = 2 * batches.options.batch_size
     # The last batch of a run may be smaller, and is whole in one that goes on for longer.
     num_rows = (num_batches - 1) * width + len(batches.batch(num_batches - 1)["input_ids"])
-    rows = _read(path, identity, num_rows)
-    if rows is None:
-        device = engine_of(model).device
-        rows = torch.zeros(num_batches, width)
-        with evaluating(model):
-            for number in range(num_batches):
-                progress(number, num_batches)
-                batch = {k: v.to(device) for k, v in batches.batch(number).items()}
-                found = sequence_logps(model, batch).cpu()
-                rows[number, : len(found)] = found
-        said = {**identity, "num_rows": str(num_rows), "crc32": _checksum(rows)}
-        replace_file(path, save({"logps": rows}, said))
-    return Precomputed(rows)
+    rows = _read(path, identity)
+    if len(rows) >= num_rows:
+        return Precomputed(rows, width)
+    done = len(rows) // width * width  # behind the last whole batch
+    rows = F.pad(rows[:done], (0, num_rows - done))
+    device, written_s = engine_of(model).device, time.perf_counter()
+    with evaluating(model):
+        for number in range(done // width, num_batches):
+            progress(number, num_batches)
+            batch = {k: v.to(device) for k, v in batches.batch(number).items()}
+            found = sequence_logps(model, batch).cpu()
+            rows[done : done + len(found)] = found
+            done += len(found)
+            is_stopped = stops()
+            if is_stopped or done == num_rows or time.perf_counter() - written_s >= _WRITE_EVERY_S:
+                said = {**identity, "crc32": _checksum(rows[:done])}
+                replace_file(path, save({"logps": rows[:done]}, said))
+                written_s = time.perf_counter()
+            if is_stopped:
+                return None
+    return Precomputed(rows, width)
 
 
-def _read(path: Path, identity: dict[str, str], num_rows: int) -> Tensor | None:
-    """Return what is in the file, if it is whole, of these batches, and has that many rows."""
+def _read(path: Path, identity: dict[str, str]) -> Tensor:
+    """Return the rows in the file, the first batch's first; none that are not of these batches."""
     from safetensors import safe_open
 
     if not path.is_file():
-        return None
-    try:
+        return torch.empty(0)
+    with contextlib.suppress(SafetensorError, KeyError, ValueError):
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
         checksum = metadata.pop("crc32", None)
-        num_there = int(metadata.pop("num_rows", 0))
         rows: Tensor = load_file(path)["logps"]
-    except (SafetensorError, KeyError, ValueError):
-        return None
-    is_whole = metadata == identity and checksum == _checksum(rows)
-    return rows if is_whole and num_there >= num_rows else None
+        is_row = rows.dtype == torch.float32 and rows.dim() == 1
+        if is_row and metadata == identity and checksum == _checksum(rows):
+            return rows
+    warnings.warn(
+        f"{path} is damaged, or of another model or other data: what the model says before "
+        "training is computed anew",
+        stacklevel=2,
+    )
+    return torch.empty(0)
 
 
 def _checksum(rows: Tensor) -> str:

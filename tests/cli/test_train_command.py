@@ -282,6 +282,31 @@ def test_a_signal_ends_a_run_with_a_checkpoint(
 
 
 @pytest.mark.usefixtures("no_nohup")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_the_first_step_keeps_what_was_computed(
+    job: Demo, tmp_path: Path, number: signal.Signals
+) -> None:
+    pairs, output = tmp_path / "pairs.jsonl", tmp_path / "out"
+    rows = ({"prompt": f"{n}+1", "chosen": f"{n + 1}", "rejected": "0"} for n in range(10, 90))
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = arguments_of(
+        replace(job, settings=replace(job.settings, data=(str(pairs),))),
+        output,
+        *("--max-steps", "50000", "--json", str(tmp_path / "result.json")),
+    )
+    with started("cpu", arguments, OMP_NUM_THREADS="1") as process:
+        wait_for(process, "before training: batch")
+        process.send_signal(number)
+        told, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, told
+    assert "finishing this batch" in told
+    assert "stopped before training; --resume goes on" in told
+    assert (output / "reference.safetensors").is_file()
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["step"], result["stopped_by"]) == (0, number.name)
+
+
+@pytest.mark.usefixtures("no_nohup")
 def test_a_reader_that_goes_away_ends_a_run_with_a_checkpoint(job: Demo, tmp_path: Path) -> None:
     output = tmp_path / "out"
     arguments = arguments_of(job, output, "--max-steps", "5000", "--log-every", "1")

@@ -5,13 +5,20 @@ from __future__ import annotations
 import errno
 import io
 import math
+import os
 import random
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tokenizers_made_here import write_jsonl
+from torch import Tensor
 from torch.nn import functional as F
 from train_files import WORDS, Files
 from transformers import AutoModelForCausalLM
@@ -20,6 +27,7 @@ import outcore
 from outcore.data import durable_files
 from outcore.engine.offload import engine_of
 from outcore.errors import StoreError
+from outcore.train import preference
 from outcore.train.display import Display
 from outcore.train.metrics import read_metrics
 from outcore.train.preference import dpo_loss, evaluating, sequence_logps
@@ -40,6 +48,28 @@ def pairs(files: Files) -> Path:
             }
         )
     return write_jsonl(files.folder / "pairs.jsonl", rows)
+
+
+class Noting(Display):
+    """Knows of which batches the reference was computed; ``at`` is called before each."""
+
+    def __init__(self, at: Callable[[int], None] = lambda count: None) -> None:
+        super().__init__(Console(quiet=True))
+        self.referred: list[int] = []
+        self._at = at
+
+    def reference(self, number: int, total: int) -> None:
+        self.referred.append(number)
+        self._at(len(self.referred))
+
+
+def reference_of(output: str, name: str = "reference") -> tuple[dict[str, str], Tensor]:
+    with safe_open(Path(output) / f"{name}.safetensors", framework="pt") as file:
+        return file.metadata(), file.get_tensor("logps")
+
+
+def weights(output: str) -> bytes:
+    return (Path(output) / "model.safetensors").read_bytes()
 
 
 def losses(output: str, kind: str = "train") -> list[float]:
@@ -179,7 +209,9 @@ def test_a_reference_whose_last_batch_was_smaller_is_made_again(files: Files, pa
     newest = files.folder / "cut" / "checkpoints" / "step-000000002"
     newest.rename(newest.with_name("away"))  # as if it had been stopped after step 1
     cut = files.settings("cut", epochs=6 / 80, resume=True, **changes)
-    train(cut, quiet)
+    display = Noting()
+    train(cut, display)
+    assert display.referred == [1], "the first batch is in the file"
     assert losses(whole.output) == losses(cut.output)
 
 
@@ -194,7 +226,8 @@ def test_the_reference_of_another_model_is_not_used(files: Files, pairs: Path) -
             parameter.mul_(3)
     other.save_pretrained(files.model)
     (Path(settings.output) / "config.json").unlink()  # as if it had not come to its end
-    train(settings, quiet)
+    with pytest.warns(UserWarning, match="of another model or other data"):
+        train(settings, quiet)
     first = files.settings("first", data=(str(pairs),), max_steps=1, keep=0)
     train(first, quiet)
     assert losses(settings.output) == losses(first.output)
@@ -213,7 +246,8 @@ def test_a_reference_that_was_damaged_is_made_again(files: Files, pairs: Path) -
     data[-2] ^= 0x40
     reference.write_bytes(data)
     cut = files.settings("cut", resume=True, **changes)
-    train(cut, quiet)
+    with pytest.warns(UserWarning, match=r"reference\.safetensors is damaged.*computed anew"):
+        train(cut, quiet)
     assert losses(whole.output) == losses(cut.output)
 
 
@@ -229,3 +263,144 @@ def test_a_full_disk_is_told_of_a_reference(
     monkeypatch.setattr(durable_files, "write", full)
     with pytest.raises(StoreError, match=r"reference\.safetensors.*the disk is full"):
         train(files.settings(data=(str(pairs),), max_steps=1), quiet)
+
+
+class Killed(Exception):
+    pass
+
+
+def killed_at(count: int) -> Callable[[int], None]:
+    def kill(referred: int) -> None:
+        if referred == count:
+            raise Killed
+
+    return kill
+
+
+def stopped_at(count: int) -> Callable[[int], None]:
+    def stop(referred: int) -> None:
+        if referred == count:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return stop
+
+
+IN_BOTH = [3, 8]  # of 6 batches that are trained on, and 4 held out
+
+
+@pytest.mark.parametrize("count", IN_BOTH)
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_killed_before_its_first_step_computes_no_batch_again(
+    files: Files, pairs: Path, monkeypatch: pytest.MonkeyPatch, count: int, resume: bool
+) -> None:
+    changes: dict[str, object] = {"data": (str(pairs),), "held_out": 0.1}
+    whole = files.settings("whole", **changes)
+    undisturbed = Noting()
+    train(whole, undisturbed)
+    monkeypatch.setattr(preference, "_WRITE_EVERY_S", 0.0)
+    with pytest.raises(Killed):
+        train(files.settings("cut", **changes), Noting(killed_at(count)))
+    cut = files.settings("cut", resume=resume, **changes)
+    display = Noting()
+    assert train(cut, display).is_complete
+    assert display.referred == undisturbed.referred[count - 1 :]
+    assert weights(cut.output) == weights(whole.output)
+    for name in ("reference", "reference-held-out"):
+        said, rows = reference_of(cut.output, name)
+        of_whole, rows_of_whole = reference_of(whole.output, name)
+        assert (said, rows.tolist()) == (of_whole, rows_of_whole.tolist())
+
+
+@pytest.mark.parametrize("count", [*IN_BOTH, 6, 10])
+@pytest.mark.parametrize("keep", [0, 2])
+def test_a_signal_before_the_first_step_finishes_the_batch(
+    files: Files, pairs: Path, count: int, keep: int
+) -> None:
+    changes: dict[str, object] = {"data": (str(pairs),), "held_out": 0.1, "keep": keep}
+    whole = files.settings("whole", **changes)
+    undisturbed = Noting()
+    train(whole, undisturbed)
+    cut = files.settings("cut", **changes)
+    display, before = Noting(stopped_at(count)), signal.getsignal(signal.SIGTERM)
+    result = train(cut, display)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert len(display.referred) == count
+    assert (result.step, result.stopped_by, result.is_resumable) == (0, "SIGTERM", True)
+    assert not result.is_prepared
+    assert not result.is_complete
+    assert "stopped by SIGTERM; --resume goes on" in (Path(cut.output) / "report.html").read_text()
+    assert not (Path(cut.output) / "model.safetensors").exists()
+    display = Noting()
+    assert train(files.settings("cut", resume=True, **changes), display).is_complete
+    assert display.referred == undisturbed.referred[count:]
+    assert weights(cut.output) == weights(whole.output)
+
+
+def test_a_longer_run_that_is_stopped_before_it_goes_on_is_where_it_was(
+    files: Files, pairs: Path
+) -> None:
+    train(files.settings(data=(str(pairs),)), Noting())
+    longer = files.settings(data=(str(pairs),), max_steps=9, resume=True)
+    display = Noting(stopped_at(2))
+    result = train(longer, display)
+    assert (result.step, result.is_complete, display.referred) == (6, False, [6, 7])
+    # Nor is one that has all its steps, and lost its reference.
+    (Path(longer.output) / "reference.safetensors").unlink()
+    result = train(files.settings(data=(str(pairs),), resume=True), Noting(stopped_at(1)))
+    assert (result.step, result.stopped_by, result.is_complete) == (6, "SIGTERM", False)
+
+
+def test_a_part_of_a_reference_that_was_damaged_is_made_again(files: Files, pairs: Path) -> None:
+    whole = files.settings("whole", data=(str(pairs),))
+    train(whole, Noting())
+    cut = files.settings("cut", data=(str(pairs),), resume=True)
+    train(cut, Noting(stopped_at(3)))
+    path = Path(cut.output) / "reference.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 0x40
+    path.write_bytes(data)
+    display = Noting()
+    with pytest.warns(UserWarning, match=r"reference\.safetensors is damaged.*computed anew"):
+        train(cut, display)
+    assert display.referred == [0, 1, 2, 3, 4, 5]
+    assert weights(cut.output) == weights(whole.output)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows[:-1],
+        lambda rows: rows.reshape(2, -1),
+        lambda rows: rows.bfloat16(),
+        lambda rows: rows[0],
+    ],
+)
+def test_a_reference_of_another_form_is_made_again(
+    files: Files, pairs: Path, change: Callable[[Tensor], Tensor]
+) -> None:
+    settings = files.settings(data=(str(pairs),), keep=0)
+    train(settings, Noting())
+    said, rows = reference_of(settings.output)
+    save_file({"logps": change(rows)}, Path(settings.output) / "reference.safetensors", said)
+    (Path(settings.output) / "config.json").unlink()  # as if it had not come to its end
+    display = Noting()
+    with pytest.warns(UserWarning, match="computed anew"):
+        train(settings, display)
+    assert display.referred == [0, 1, 2, 3, 4, 5]
+    assert torch.equal(reference_of(settings.output)[1], rows)
+
+
+def test_a_signal_while_a_whole_reference_is_read_is_not_lost(
+    files: Files, pairs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(files.settings(data=(str(pairs),)), Noting())
+    read = preference._read
+
+    def stopped(*arguments: Any) -> Tensor:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return read(*arguments)
+
+    monkeypatch.setattr(preference, "_read", stopped)
+    result = train(files.settings(data=(str(pairs),), resume=True), Noting())
+    assert not result.is_prepared
+    assert (result.step, result.stopped_by) == (6, "SIGTERM")
