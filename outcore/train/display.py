@@ -16,14 +16,8 @@ from pathlib import Path
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 from outcore.data.tokenize import Progress as TokenProgress
@@ -37,6 +31,7 @@ from outcore.views.side_by_side import Measurement
 
 _SHORT_NAMES = {"rewards/accuracies": "accuracy", "rewards/margins": "margin"}
 _QUIET_S = 2.0  # between lines about tokenising
+_BAR_WIDTH = 24
 
 
 class Display:
@@ -115,8 +110,10 @@ class Display:
     def step(self, figures: StepFigures) -> None:
         self._recent_s.append(figures.step_s)
         if figures.step % self._log_every == 0 or figures.step in (1, figures.num_steps):
-            left_s = (figures.num_steps - figures.step) * statistics.median(self._recent_s)
-            self.message(f"{step_line(figures)}  {_minutes(left_s)} left")
+            self.message(f"{step_line(figures)}  {_clock(self._left_s(figures))} left")
+
+    def _left_s(self, figures: StepFigures) -> float:
+        return (figures.num_steps - figures.step) * statistics.median(self._recent_s)
 
     def lanes(self, measurement: Measurement) -> None:
         self.message("measured use of lanes: " + lanes_line(measurement))
@@ -148,16 +145,8 @@ class LiveDisplay(Display):
 
     def __init__(self, console: Console, *, log_every: int = 10) -> None:
         super().__init__(console, log_every=log_every)
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self._task = self._bar.add_task("training", total=None)
+        self._num_done, self._num_steps = 0, 0
+        self._start_s = 0.0  # of the steps
         self._figures: StepFigures | None = None
         self._plan: Plan | None = None
         self._lanes: Measurement | None = None
@@ -169,13 +158,14 @@ class LiveDisplay(Display):
 
     @contextlib.contextmanager
     def steps(self, done: int, total: int) -> Iterator[None]:
-        self._bar.update(self._task, completed=done, total=total)
+        self._num_done, self._num_steps = done, total
+        self._start_s = time.perf_counter()
         with Live(get_renderable=self._shown, console=self.console, refresh_per_second=4):
             yield
 
     def step(self, figures: StepFigures) -> None:
-        self._figures = figures
-        self._bar.update(self._task, completed=figures.step)
+        self._recent_s.append(figures.step_s)
+        self._figures, self._num_done = figures, figures.step
 
     def lanes(self, measurement: Measurement) -> None:
         self._lanes = measurement
@@ -199,7 +189,7 @@ class LiveDisplay(Display):
             self._doing = ""
 
     def _shown(self) -> RenderableType:
-        lines: list[RenderableType] = [self._bar]
+        lines: list[RenderableType] = [*self._progress()]
         if self._figures is not None:
             lines.append(Text(figures_line(self._figures)))
         if self._plan is not None:
@@ -209,6 +199,22 @@ class LiveDisplay(Display):
         if self._doing:
             lines.append(Text(self._doing, style="dim"))
         return Group(*lines)
+
+    def _progress(self) -> list[RenderableType]:
+        """Return the bar and its times, in one line where there is room."""
+        times = f"{_clock(time.perf_counter() - self._start_s)} elapsed"
+        if self._figures is not None and self._num_done < self._num_steps:
+            times += f", {_clock(self._left_s(self._figures))} left"
+        what, count = "training", f"{self._num_done:,}/{self._num_steps:,}"
+        room = self.console.width - len(f"{what} ") - len(f" {count}")
+        bar_width = max(1, min(_BAR_WIDTH, room))
+        bar = ProgressBar(total=self._num_steps, completed=self._num_done, width=bar_width)
+        line = Table.grid(padding=(0, 1))
+        if room - bar_width > len(times):
+            line.add_row(what, bar, count, times)
+            return [line]
+        line.add_row(what, bar, count)
+        return [line, Text(times)]
 
 
 def display_for(console: Console, *, log_every: int) -> Display:
@@ -253,6 +259,7 @@ def lanes_line(measurement: Measurement) -> str:
     )
 
 
-def _minutes(seconds: float) -> str:
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+def _clock(seconds: float) -> str:
+    """Return hours, minutes and seconds: of two figures alone nobody knows which they are."""
+    minutes, rest_s = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest_s:02d}"

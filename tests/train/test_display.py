@@ -1,0 +1,99 @@
+"""What a terminal shows of a run, and what a log gets."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from outcore.train import display as display_module
+from outcore.train.display import Display, LiveDisplay
+from outcore.train.figures import StepFigures
+
+
+class Clock:
+    """Stands for ``time`` in the module of the display."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(display_module, "time", made)
+    return made
+
+
+def figures(step: int, step_s: float, num_steps: int = 1000) -> StepFigures:
+    return StepFigures(
+        step=step,
+        num_steps=num_steps,
+        loss=2.0,
+        grad_norm=1.0,
+        lr=1e-5,
+        step_s=step_s,
+        tokens_per_s=1.0,
+        tflops=1.0,
+        data_wait_s=0.0,
+        epoch=0.0,
+    )
+
+
+def terminal(width: int = 100) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+
+
+def shown(display: LiveDisplay) -> list[str]:
+    paper = Console(file=io.StringIO(), width=display.console.width)
+    with paper.capture() as captured:
+        paper.print(display._shown())
+    return captured.get().splitlines()
+
+
+@pytest.mark.parametrize("step_s", [0.1, 10.0, 40.0, 3600.0])
+def test_a_terminal_and_a_log_have_the_same_time_left(clock: Clock, step_s: float) -> None:
+    log = Console(file=io.StringIO(), width=200)
+    live, plain = LiveDisplay(terminal()), Display(log, log_every=1)
+    with live.steps(0, 1000):
+        for step, taken_s in enumerate((9 * step_s, step_s, step_s, step_s), 1):
+            clock.now_s += taken_s
+            live.step(figures(step, taken_s))
+            plain.step(figures(step, taken_s))
+        left = log.file.getvalue().split()[-2]  # type: ignore[attr-defined]
+        assert shown(live)[0].endswith(f" elapsed, {left} left")
+    hours, minutes, seconds = map(int, left.split(":"))
+    assert 3600 * hours + 60 * minutes + seconds == pytest.approx(996 * step_s, abs=0.5)
+
+
+def test_time_elapses_from_the_first_step_on(clock: Clock) -> None:
+    live = LiveDisplay(terminal())
+    clock.now_s += 500  # data is tokenised, a model loaded
+    with live.steps(0, 1000):
+        clock.now_s += 52
+        assert shown(live)[0].endswith(" 0/1,000 0:00:52 elapsed")
+
+
+@pytest.mark.parametrize("width", [40, 60, 100])
+def test_the_times_are_whole_in_every_width(clock: Clock, width: int) -> None:
+    live = LiveDisplay(terminal(width))
+    with live.steps(10_000, 100_000):
+        clock.now_s += 65
+        live.step(figures(10_001, 65.0, num_steps=100_000))
+        bar, *others = shown(live)
+    assert len(bar) <= width
+    assert "10,001/100,000" in bar
+    times = "0:01:05 elapsed, 1624:58:55 left"
+    assert times in (bar if width == 100 else others[0])
+
+
+def test_nothing_is_left_after_the_last_step(clock: Clock) -> None:
+    live = LiveDisplay(terminal())
+    with live.steps(0, 1):
+        clock.now_s += 5
+        live.step(figures(1, 5.0, num_steps=1))
+        assert shown(live)[0].endswith(" 1/1 0:00:05 elapsed")
