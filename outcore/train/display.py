@@ -31,6 +31,7 @@ from outcore.views.side_by_side import Measurement
 
 _SHORT_NAMES = {"rewards/accuracies": "accuracy", "rewards/margins": "margin"}
 _QUIET_S = 2.0  # between lines about tokenising
+_EVALUATING_QUIET_S = 15.0  # between lines about an evaluation, which may take hours
 _BAR_WIDTH = 24
 
 
@@ -120,7 +121,15 @@ class Display:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
+        self._last_line_s = time.perf_counter()
         yield
+
+    def evaluation_batch(self, number: int, total: int) -> None:
+        """A batch is begun, the ``number``-th of the evaluation."""
+        now_s = time.perf_counter()
+        if now_s - self._last_line_s > _EVALUATING_QUIET_S:
+            self._last_line_s = now_s
+            self.message(_evaluation_line(number, total))
 
     def evaluated(self, step: int, found: Evaluated) -> None:
         perplexity = "" if found.perplexity is None else f", perplexity {found.perplexity:.2f}"
@@ -150,7 +159,9 @@ class LiveDisplay(Display):
         self._figures: StepFigures | None = None
         self._plan: Plan | None = None
         self._lanes: Measurement | None = None
+        self._is_stepping = False
         self._doing = ""
+        self._doing_since_s = 0.0
 
     def plan(self, plan: Plan, fill: float) -> None:
         super().plan(plan, fill)
@@ -160,8 +171,12 @@ class LiveDisplay(Display):
     def steps(self, done: int, total: int) -> Iterator[None]:
         self._num_done, self._num_steps = done, total
         self._start_s = time.perf_counter()
-        with Live(get_renderable=self._shown, console=self.console, refresh_per_second=4):
-            yield
+        self._is_stepping = True
+        try:
+            with Live(get_renderable=self._shown, console=self.console, refresh_per_second=4):
+                yield
+        finally:
+            self._is_stepping = False
 
     def step(self, figures: StepFigures) -> None:
         self._recent_s.append(figures.step_s)
@@ -171,22 +186,42 @@ class LiveDisplay(Display):
         self._lanes = measurement
 
     @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        with self._busy("evaluating"):
+    def loading(self) -> Iterator[None]:
+        with super().loading(), self._busy("loading the model"):
             yield
 
     @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        with super().evaluating(), self._busy("evaluating"):
+            yield
+
+    def evaluation_batch(self, number: int, total: int) -> None:
+        self._doing = _evaluation_line(number, total)
+
+    @contextlib.contextmanager
     def saving(self, path: Path) -> Iterator[None]:
-        with self._busy(f"saving {path}"):
+        with super().saving(path), self._busy(f"saving {path}"):
             yield
 
     @contextlib.contextmanager
     def _busy(self, what: str) -> Iterator[None]:
-        self._doing = what
+        """Show what is done, and for how long already: under the bar, or alone where none is."""
+        self._doing, self._doing_since_s = what, time.perf_counter()
+        alone = Live(
+            get_renderable=self._doing_line,
+            console=self.console,
+            refresh_per_second=4,
+            transient=True,
+        )
         try:
-            yield
+            with contextlib.nullcontext() if self._is_stepping else alone:
+                yield
         finally:
             self._doing = ""
+
+    def _doing_line(self) -> Text:
+        taken_s = time.perf_counter() - self._doing_since_s
+        return Text(f"{self._doing}, {_clock(taken_s)} elapsed", style="dim")
 
     def _shown(self) -> RenderableType:
         lines: list[RenderableType] = [*self._progress()]
@@ -197,7 +232,7 @@ class LiveDisplay(Display):
         if self._lanes is not None:
             lines.append(Text("lanes: " + lanes_line(self._lanes), style="dim"))
         if self._doing:
-            lines.append(Text(self._doing, style="dim"))
+            lines.append(self._doing_line())
         return Group(*lines)
 
     def _progress(self) -> list[RenderableType]:
@@ -257,6 +292,10 @@ def lanes_line(measurement: Measurement) -> str:
         for lane, seconds in busy.items()
         if seconds
     )
+
+
+def _evaluation_line(number: int, total: int) -> str:
+    return f"evaluating: batch {number:,} of {total:,}"
 
 
 def _clock(seconds: float) -> str:

@@ -37,17 +37,21 @@ def evaluate(
     objective: Objective,
     *,
     stops: Callable[[], bool] = lambda: False,
+    progress: Callable[[int, int], None] = lambda number, total: None,
 ) -> Evaluated | None:
     """Return the held-out loss; None if ``stops`` says so between two batches.
 
+    progress: is told, before each batch, which it is and of how many.
     The model is in training mode again afterwards.
     """
-    device = engine_of(model).device
+    device, num_batches = engine_of(model).device, batches.num_batches
+    assert num_batches is not None  # held-out data goes through once
     totals, count = [0.0 for _ in ("loss", *objective.figures)], 0
     with evaluating(model), batches:
         for number, batch in enumerate(batches):
             if stops():
                 return None
+            progress(number + 1, num_batches)
             on_device = {k: v.to(device, non_blocking=True) for k, v in batch.items()}
             values, size = objective.held_out(model, on_device, number)
             if size:

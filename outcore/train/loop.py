@@ -345,7 +345,13 @@ class Run:
             return None
         with self.display.evaluating():
             batches = self.corpus.evaluation()
-            found = evaluate(self.model, batches, self.objective, stops=lambda: stop.is_set)
+            found = evaluate(
+                self.model,
+                batches,
+                self.objective,
+                stops=lambda: stop.is_set,
+                progress=self.display.evaluation_batch,
+            )
         if found is None:
             return None
         if self.settings.keep and self.settings.eval_every:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -97,3 +98,44 @@ def test_nothing_is_left_after_the_last_step(clock: Clock) -> None:
         clock.now_s += 5
         live.step(figures(1, 5.0, num_steps=1))
         assert shown(live)[0].endswith(" 1/1 0:00:05 elapsed")
+
+
+def on_screen(display: LiveDisplay) -> str:
+    return display.console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_what_comes_before_and_after_the_steps_is_seen_on_a_terminal() -> None:
+    live = LiveDisplay(terminal())
+    with live.loading():
+        pass
+    assert "loading the model, 0:00:00 elapsed" in on_screen(live)
+    with live.steps(0, 1):
+        pass
+    with live.saving(Path("tuned")):
+        pass
+    assert "saving tuned, 0:00:00 elapsed" in on_screen(live)
+    assert "saved tuned in 0.0 s" in on_screen(live)
+    with live.evaluating():
+        live.evaluation_batch(3, 1200)
+    assert "evaluating: batch 3 of 1,200, 0:00:00 elapsed" in on_screen(live)
+
+
+def test_an_evaluation_among_the_steps_is_a_line_under_the_bar() -> None:
+    live = LiveDisplay(terminal())
+    with live.steps(0, 9):
+        with live.evaluating():
+            live.evaluation_batch(2, 7)
+            assert shown(live)[-1] == "evaluating: batch 2 of 7, 0:00:00 elapsed"
+        assert len(shown(live)) == 1
+
+
+def test_a_long_evaluation_is_told_now_and_then_in_a_log(clock: Clock) -> None:
+    file = io.StringIO()
+    plain = Display(Console(file=file, width=80))
+    clock.now_s += 100
+    with plain.evaluating():
+        for number in range(1, 41):
+            plain.evaluation_batch(number, 40)
+            clock.now_s += 1
+    lines = [f"evaluating: batch {number} of 40" for number in (17, 33)]
+    assert file.getvalue().splitlines() == lines
