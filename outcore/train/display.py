@@ -43,6 +43,8 @@ class Display:
         self._log_every = log_every
         self._last_line_s = 0.0
         self._recent_s: deque[float] = deque(maxlen=10)  # of the last steps
+        self._is_stepping = False
+        self._when_stopped = "ending once all is saved"
 
     def message(self, what: str) -> None:
         # Where nobody watches, what is one line stays one: for grep, and for logs.
@@ -92,6 +94,12 @@ class Display:
             f"{prediction.binding_lane} binds"
         )
 
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """While ``reference`` may be told of batches before the first step."""
+        with self._stopped_by("finishing this batch, then saving"):
+            yield
+
     def reference(self, number: int, total: int) -> None:
         now_s = time.perf_counter()
         if now_s - self._last_line_s > _QUIET_S:
@@ -106,7 +114,12 @@ class Display:
 
     @contextlib.contextmanager
     def steps(self, done: int, total: int) -> Iterator[None]:
-        yield
+        self._is_stepping = True
+        try:
+            with self._stopped_by("finishing this step, then saving"):
+                yield
+        finally:
+            self._is_stepping = False
 
     def step(self, figures: StepFigures) -> None:
         self._recent_s.append(figures.step_s)
@@ -122,7 +135,9 @@ class Display:
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         self._last_line_s = time.perf_counter()
-        yield
+        then = ", then saving" if self._is_stepping else "; the model is saved"
+        with self._stopped_by(f"breaking off the evaluation{then}"):
+            yield
 
     def evaluation_batch(self, number: int, total: int) -> None:
         """A batch is begun, the ``number``-th of the evaluation."""
@@ -139,14 +154,28 @@ class Display:
             f"(over {found.count:,} {found.counts})"
         )
 
+    def not_evaluated(self, step: int, *, is_resumable: bool) -> None:
+        made_up = "; --resume makes up for it" if is_resumable else ""
+        self.message(f"no held-out loss of step {step}: its evaluation was broken off{made_up}")
+
     @contextlib.contextmanager
     def saving(self, path: Path) -> Iterator[None]:
         start_s = time.perf_counter()
-        yield
+        with self._stopped_by("finishing what is being saved"):
+            yield
         self.message(f"saved {path} in {time.perf_counter() - start_s:.1f} s")
 
-    def stopping(self, signal: str, *, what: str = "step") -> None:
-        self.message(f"{signal}: finishing this {what}, then saving; another one ends it at once")
+    def stopping(self, signal: str) -> None:
+        self.message(f"{signal}: {self._when_stopped}; another one ends it at once")
+
+    @contextlib.contextmanager
+    def _stopped_by(self, what: str) -> Iterator[None]:
+        """A stop does ``what``, while this is open."""
+        before, self._when_stopped = self._when_stopped, what
+        try:
+            yield
+        finally:
+            self._when_stopped = before
 
 
 class LiveDisplay(Display):
@@ -159,7 +188,6 @@ class LiveDisplay(Display):
         self._figures: StepFigures | None = None
         self._plan: Plan | None = None
         self._lanes: Measurement | None = None
-        self._is_stepping = False
         self._doing = ""
         self._doing_since_s = 0.0
 
@@ -171,12 +199,9 @@ class LiveDisplay(Display):
     def steps(self, done: int, total: int) -> Iterator[None]:
         self._num_done, self._num_steps = done, total
         self._start_s = time.perf_counter()
-        self._is_stepping = True
-        try:
-            with Live(get_renderable=self._shown, console=self.console, refresh_per_second=4):
-                yield
-        finally:
-            self._is_stepping = False
+        live = Live(get_renderable=self._shown, console=self.console, refresh_per_second=4)
+        with super().steps(done, total), live:
+            yield
 
     def step(self, figures: StepFigures) -> None:
         self._recent_s.append(figures.step_s)

@@ -33,7 +33,7 @@ class TrainResult:
     output: Path
     step: int
     num_steps: int
-    stopped_by: str | None  # a signal's name, if one ended it
+    stopped_by: str | None  # a signal's name, if one ended it, or its last evaluation
     is_resumable: bool  # whether a checkpoint of this step was written, or the reference so far
     loss: float | None  # of the last step
     eval_loss: float | None

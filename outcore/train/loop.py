@@ -112,7 +112,7 @@ class Run:
 
     def _prepared_and_trained(self) -> TrainResult:
         start_s = time.perf_counter()
-        with StopRequest(partial(self.display.stopping, what="batch")) as stop:
+        with self.display.preparing(), StopRequest(self.display.stopping) as stop:
             objective = objective_for(
                 self.settings,
                 self.corpus,
@@ -189,12 +189,13 @@ class Run:
         is_prepared: bool = True,
     ) -> TrainResult:
         """Return how this process ended, with the report written."""
-        is_complete = is_prepared and self._is_done
+        has_evaluated = evaluated is not None or self.corpus.evaluation is None
+        is_whole = is_prepared and self._is_done and has_evaluated
         result = TrainResult(
             output=self.output,
             step=self.step,
             num_steps=self.corpus.num_steps,
-            stopped_by=stop.signal.name if stop.signal and not is_complete else None,
+            stopped_by=stop.signal.name if stop.signal and not is_whole else None,
             is_resumable=self.checkpoints is not None or not is_prepared,
             loss=self.loss,
             eval_loss=evaluated.loss if evaluated else None,
@@ -353,6 +354,7 @@ class Run:
                 progress=self.display.evaluation_batch,
             )
         if found is None:
+            self.display.not_evaluated(self.step, is_resumable=self.checkpoints is not None)
             return None
         if self.settings.keep and self.settings.eval_every:
             # First: what is in the metrics is not evaluated again.

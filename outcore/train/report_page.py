@@ -103,8 +103,11 @@ def _summary(result: TrainResult) -> str:
         f"{result.step:,} of {result.num_steps:,} steps, {result.seconds:,.0f} s in this process"
     ]
     if result.stopped_by:
-        what_next = "; --resume goes on" if result.is_resumable else ""
-        sentences.append(f"stopped by {result.stopped_by}{what_next}")
+        what, goes_on = f"stopped by {result.stopped_by}", "; --resume goes on"
+        if result.is_complete:
+            what = f"the last evaluation was broken off by {result.stopped_by}"
+            goes_on = "; --resume makes up for it"
+        sentences.append(what + (goes_on if result.is_resumable else ""))
     if result.loss is not None:
         sentences.append(f"last training loss {result.loss:.4f}")
     if result.eval_loss is not None:

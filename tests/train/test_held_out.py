@@ -20,7 +20,7 @@ from train_files import Files
 
 from outcore.checkpoint.folder import CheckpointFolder
 from outcore.train import loop as loop_module
-from outcore.train.display import Display
+from outcore.train.display import Display, LiveDisplay
 from outcore.train.metrics import read_metrics
 from outcore.train.objective import NextToken
 from outcore.train.run import train
@@ -133,6 +133,59 @@ def test_a_stop_does_not_wait_for_an_evaluation_and_a_resumed_run_makes_up_for_i
     ]
     assert lines[0] == lines[1]
     assert best_steps(whole.output) == best_steps(cut.output)
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+@pytest.mark.parametrize(
+    ("where", "at_step", "told", "lacking"),
+    [
+        ((loop_module.Run, "_take_step"), 2, "finishing this step, then saving", None),
+        ((NextToken, "held_out"), 2, "breaking off the evaluation, then saving", 2),
+        ((loop_module, "copy_processor"), 4, "finishing what is being saved", 4),
+        ((NextToken, "held_out"), 4, "breaking off the evaluation; the model is saved", 4),
+    ],
+    ids=["in a step", "evaluating", "saving", "evaluating at the end"],
+)
+def test_a_stop_is_told_as_what_it_does_and_what_lacks_is_made_up_for(
+    files: Files,
+    monkeypatch: pytest.MonkeyPatch,
+    where: tuple[Any, str],
+    at_step: int,
+    told: str,
+    lacking: int | None,
+    *,
+    is_live: bool,
+) -> None:
+    num_steps = 4 if at_step == 4 else 5
+    settings = files.settings(max_steps=num_steps, held_out=0.2, eval_every=2)
+    written, real, signals = io.StringIO(), getattr(*where), [signal.SIGTERM]
+    console = Console(file=written, width=200, force_terminal=is_live, color_system=None)
+    init = loop_module.Run.__init__
+    runs: list[loop_module.Run] = []
+
+    def kept(self: loop_module.Run, *args: Any) -> None:
+        runs.append(self)
+        init(self, *args)
+
+    def stopped(*args: Any) -> Any:
+        if runs[0].step == at_step and signals:
+            os.kill(os.getpid(), signals.pop())
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_module.Run, "__init__", kept)
+        patch.setattr(*where, stopped)
+        result = train(settings, (LiveDisplay if is_live else Display)(console))
+    assert f"SIGTERM: {told}; another one ends it at once" in written.getvalue()
+    assert result.stopped_by == "SIGTERM"
+    lack = f"no held-out loss of step {lacking}: its evaluation was broken off; --resume makes up"
+    assert (lack in written.getvalue()) is (lacking is not None)
+    assert lacking not in evaluated(settings.output)
+    page = (Path(settings.output) / "report.html").read_text()
+    assert ("the last evaluation was broken off by SIGTERM; --resume" in page) is (lacking == 4)
+    again = train(replace(settings, resume=True), quiet())
+    assert (again.stopped_by, again.eval_loss is not None) == (None, True)
+    assert evaluated(settings.output) == sorted({2, 4, num_steps})
 
 
 def test_a_finished_run_is_evaluated_once_however_often_it_is_resumed(files: Files) -> None:
