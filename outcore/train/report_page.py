@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from outcore.train.settings import TrainSettings, to_dict
 from outcore.units import format_bytes
 from outcore.views.page import plan_page
 from outcore.views.page_text import table, text
+from outcore.views.page_tiles import RunFigures
 
 FILE_NAME = "report.html"
 
@@ -35,6 +37,7 @@ def report_page(output: Path, settings: TrainSettings, plan: Plan, result: Train
     return plan_page(
         plan,
         measured=result.measurement,
+        figures=_figures(lines, result),
         title=f"{Path(settings.model).name} trained on {Path(settings.data[0]).name}",
         first=(
             ("How it went", _summary(result)),
@@ -72,6 +75,19 @@ def report_page(output: Path, settings: TrainSettings, plan: Plan, result: Train
         ),
         last=(("Settings", _settings(settings)), ("Versions", _versions())),
     )
+
+
+def _figures(lines: list[dict[str, Any]], result: TrainResult) -> RunFigures:
+    """Return medians over the steps, and what the tiers held at most."""
+    medians = {
+        name: statistics.median(value for _, value in points)
+        for name in ("step_s", "tokens_per_s", "tflops")
+        if (points := _points(lines, "train", name))
+    }
+    peaks = {tier.tier: tier.peak_bytes for tier in result.tiers}
+    if result.unmeasured_bytes:  # the books alone are not all of it
+        peaks.pop("device", None)
+    return RunFigures(**medians, peak_bytes=peaks)
 
 
 def _rewards(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -21,10 +21,11 @@ from outcore.planning.compare import (
 )
 from outcore.planning.plan import Plan
 from outcore.planning.smaller_budget import SmallerBudget
-from outcore.units import format_bytes, format_rate, format_seconds
+from outcore.units import format_rate, format_seconds
 from outcore.views.page_memory import memory_bars
 from outcore.views.page_style import SCRIPT, STYLE
 from outcore.views.page_text import table, text
+from outcore.views.page_tiles import RunFigures, figures_of_step, tiles
 from outcore.views.page_timeline import end_s, timeline
 from outcore.views.side_by_side import Measurement, side_by_side
 from outcore.views.words import (
@@ -43,6 +44,7 @@ def plan_page(
     machine: Machine | None = None,
     smaller: SmallerBudget | None = None,
     measured: Measurement | None = None,
+    figures: RunFigures | None = None,
     comparison: Comparison | None = None,
     notes: Sequence[str] = (),
     title: str | None = None,
@@ -51,9 +53,12 @@ def plan_page(
 ) -> str:
     """Return the whole page; ``measured`` adds a second timeline and figures side by side.
 
+    ``figures``: of a whole run, for the top; without them those of ``measured``.
     ``notes``: what else to keep in mind, a sentence each.
     ``first``, ``last``: headings and HTML of sections around the plan's own.
     """
+    if figures is None and measured is not None:
+        figures = figures_of_step(plan, measured)
     title = title or f"{plan.model} on {plan.machine}"
     sections = [_section(heading, body) for heading, body in first]
     sections += [
@@ -77,7 +82,8 @@ def plan_page(
         f"<title>{text(title)} – Outcore</title>\n<style>\n{STYLE}\n</style>\n</head>\n"
         f"<body>\n<main>\n<h1>{text(title)}</h1>\n"
         f'<p class="quiet">{text(job_sentence(plan))}</p>\n'
-        f"{_tiles(plan)}\n{''.join(sections)}</main>\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
+        f"{tiles(plan, figures)}\n{''.join(sections)}</main>\n"
+        f"<script>{SCRIPT}</script>\n</body>\n</html>\n"
     )
 
 
@@ -92,27 +98,6 @@ def _policy() -> str:
 def _section(heading: str, body: str) -> str:
     name = heading.lower().replace(" ", "-").strip("?").replace(",", "")
     return f'<section aria-labelledby="{name}"><h2 id="{name}">{heading}</h2>{body}</section>\n'
-
-
-def _tiles(plan: Plan) -> str:
-    prediction = plan.prediction
-    figures = [
-        ("predicted step", f"{format_seconds(prediction.step_s)} s"),
-        ("tokens/s", format_rate(prediction.tokens_per_s)),
-        ("TFLOPS", format_rate(prediction.tflops)),
-        ("binding lane", prediction.binding_lane),
-        ("device peak", format_bytes(plan.tier_bytes("device"))),
-        ("host peak", format_bytes(plan.tier_bytes("host"))),
-        ("micro-batch", f"{plan.micro_batch}"),
-        ("slots", f"{plan.num_slots}"),
-    ]
-    if plan.tier_bytes("disk"):
-        figures.insert(6, ("disk", format_bytes(plan.tier_bytes("disk"))))
-    tiles = "".join(
-        f'<div class="tile"><dt>{text(name)}</dt><dd>{text(figure)}</dd></div>'
-        for name, figure in figures
-    )
-    return f'<dl class="tiles">{tiles}</dl>'
 
 
 def _findings(plan: Plan, smaller: SmallerBudget | None, notes: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from outcore.planning.compare import compare
 from outcore.planning.plan import Plan, Span
 from outcore.planning.smaller_budget import SmallerBudget
 from outcore.views.page import plan_page
+from outcore.views.page_tiles import RunFigures
 from outcore.views.page_timeline import MOST_PIECES, pieces_of, timeline
 from outcore.views.side_by_side import Measurement
 
@@ -107,6 +108,33 @@ def test_every_fact_is_on_the_page() -> None:
         "without offloading",
     ):
         assert fact in text, fact
+
+
+def tiles_of(source: str) -> dict[str, str]:
+    return dict(re.findall(r'<div class="tile"><dt>(.*?)</dt><dd>(.*?)</dd></div>', source))
+
+
+def test_the_top_of_a_runs_page_is_what_was_measured_and_says_what_is_not() -> None:
+    plan = make_plan()
+    measured = Measurement(step_s=8.2, peak_bytes={"device": 23 * GIB, "host": 150 * GIB})
+    before, after = tiles_of(plan_page(plan)), tiles_of(plan_page(plan, measured=measured))
+    assert "predicted step" in before
+    assert not [name for name in before if name.startswith("measured")]
+    tflops = f"{plan.prediction.tflops / 2:,.0f}"
+    assert after == {
+        "measured step": "8.20 s",
+        "measured tokens/s": "3,996",
+        "measured TFLOPS": tflops,
+        "predicted binding lane": before["binding lane"],
+        "measured device peak": "23.0 GiB",
+        "measured host peak": "150.0 GiB",
+        "micro-batch": before["micro-batch"],
+        "slots": before["slots"],
+    }
+    in_part = replace(measured, unseen=("working memory",))
+    assert tiles_of(plan_page(plan, measured=in_part))["predicted device peak"] == "22.5 GiB"
+    unknown = tiles_of(plan_page(plan, figures=RunFigures()))
+    assert unknown["predicted tokens/s"] == before["tokens/s"]
 
 
 def test_nothing_is_fetched_and_only_its_own_script_runs() -> None:
