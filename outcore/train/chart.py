@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,19 +16,27 @@ _MOST_POINTS = 600
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line; ``points`` are (step, value)."""
+    """One line; ``points`` are (step, value). It is not drawn across the steps in ``breaks``."""
 
     name: str
     points: Sequence[tuple[float, float]]
+    breaks: Sequence[float] = ()  # where what follows cannot be compared with what was before
+
+    @property
+    def parts(self) -> list[list[tuple[float, float]]]:
+        edges = [-math.inf, *self.breaks, math.inf]
+        pairs = itertools.pairwise(edges)
+        return [[p for p in self.points if start <= p[0] < end] for start, end in pairs]
 
 
 def line_chart(title: str, series: Sequence[Series], *, unit: str = "") -> str:
     """Return a chart with axes from the least to the largest value, or a sentence if empty."""
-    drawn = [Series(name=s.name, points=_thinned(s.points)) for s in series if s.points]
+    thinned = [(s.name, [_thinned(part) for part in s.parts]) for s in series]
+    drawn = [(name, [line for line in lines if line]) for name, lines in thinned if any(lines)]
     if not drawn:
         return '<p class="quiet">Nothing was measured.</p>'
-    xs = [x for s in drawn for x, _ in s.points]
-    ys = [y for s in drawn for _, y in s.points]
+    xs = [x for _, lines in drawn for line in lines for x, _ in line]
+    ys = [y for _, lines in drawn for line in lines for _, y in line]
     x_range, y_range = _padded(min(xs), max(xs)), _padded(min(ys), max(ys))
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{text(title)}" '
@@ -44,29 +53,30 @@ def line_chart(title: str, series: Sequence[Series], *, unit: str = "") -> str:
         parts.append(
             f'<text x="{x:.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{text(_label(value))}</text>'
         )
-    for number, one in enumerate(drawn):
-        places = " ".join(
-            f"{_place(x, x_range, _LEFT, _WIDTH - _RIGHT):.1f},"
-            f"{_place(y, y_range, _HEIGHT - _BOTTOM, _TOP):.1f}"
-            for x, y in one.points
-        )
-        parts.append(
-            f'<polyline points="{places}" class="line s{number}"><title>{text(one.name)}</title>'
-            "</polyline>"
-        )
-        if len(one.points) <= 30:  # a few points are seen as such
-            parts += [
-                f'<circle cx="{place.split(",")[0]}" cy="{place.split(",")[1]}" r="3" '
-                f'class="k{number}"/>'
-                for place in places.split()
-            ]
+    for number, (name, lines) in enumerate(drawn):
+        for line in lines:
+            places = " ".join(
+                f"{_place(x, x_range, _LEFT, _WIDTH - _RIGHT):.1f},"
+                f"{_place(y, y_range, _HEIGHT - _BOTTOM, _TOP):.1f}"
+                for x, y in line
+            )
+            parts.append(
+                f'<polyline points="{places}" class="line s{number}"><title>{text(name)}</title>'
+                "</polyline>"
+            )
+            if len(line) <= 30:  # a few points are seen as such
+                parts += [
+                    f'<circle cx="{place.split(",")[0]}" cy="{place.split(",")[1]}" r="3" '
+                    f'class="k{number}"/>'
+                    for place in places.split()
+                ]
     parts.append("</svg>")
     legend = " ".join(
         f'<svg width="12" height="12" class="swatch series" aria-hidden="true"><rect width="12" '
-        f'height="12" class="k{number}"/></svg> {text(one.name)}'
-        for number, one in enumerate(drawn)
+        f'height="12" class="k{number}"/></svg> {text(name)}'
+        for number, (name, _) in enumerate(drawn)
     )
-    last = ", ".join(f"{one.name} {_label(one.points[-1][1])}{unit}" for one in drawn)
+    last = ", ".join(f"{name} {_label(lines[-1][-1][1])}{unit}" for name, lines in drawn)
     return f'{"".join(parts)}<p class="quiet">{legend}. Last: {text(last)}</p>'
 
 

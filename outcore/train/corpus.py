@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,11 @@ class Corpus:
     @property
     def is_pairs(self) -> bool:
         return self.cache.documents_per_example == 2
+
+    @property
+    def held_out_checksum(self) -> str:
+        """What differs where ``held_out`` does, in eight digits."""
+        return f"{zlib.crc32(json.dumps(self.held_out, sort_keys=True).encode()):08x}"
 
     def close(self) -> None:
         self.training.close()

@@ -359,9 +359,9 @@ class Run:
         if self.settings.keep and self.settings.eval_every:
             # First: what is in the metrics is not evaluated again.
             self.best.keep_if_better(found.loss, self._values)
-        figures = {"loss": found.loss, "perplexity": found.perplexity}
-        figures |= found.more
-        metrics.add("eval", self.step, **{k: v for k, v in figures.items() if v is not None})
+        figures = {"loss": found.loss, "perplexity": found.perplexity, **found.more}
+        known = {name: value for name, value in figures.items() if value is not None}
+        metrics.add("eval", self.step, self.corpus.held_out_checksum, **known)
         self.display.evaluated(self.step, found)
         return found
 

@@ -46,9 +46,15 @@ class Metrics:
             self._board = _board(output, tensorboard, first_step)
             self._until_closed = opened.pop_all()
 
-    def add(self, kind: str, step: int, **values: float) -> None:
-        """Write one line; ``kind`` is "train" or "eval"."""
-        line = {"kind": kind, "step": step, **{k: _plain(v) for k, v in values.items()}}
+    def add(self, kind: str, step: int, held_out: str | None = None, /, **values: float) -> None:
+        """Write one line; ``kind`` is "train" or "eval".
+
+        held_out: which data an evaluation is of; TensorBoard has no place for it.
+        """
+        line: dict[str, Any] = {"kind": kind, "step": step}
+        if held_out is not None:
+            line["held_out"] = held_out
+        line |= {k: _plain(v) for k, v in values.items()}
         self._append(f"{json.dumps(line)}\n".encode())
         self._draw(kind, step, values)
 

@@ -47,7 +47,7 @@ def report_page(output: Path, settings: TrainSettings, plan: Plan, result: Train
                     "loss over steps",
                     [
                         Series(name="training", points=_points(lines, "train", "loss")),
-                        Series(name="held out", points=_points(lines, "eval", "loss")),
+                        _held_out(lines, "loss"),
                     ],
                 ),
             ),
@@ -99,11 +99,25 @@ def _rewards(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
     ):
         series = [
             Series(name="training", points=_points(lines, "train", name)),
-            Series(name="held out", points=_points(lines, "eval", name)),
+            _held_out(lines, name),
         ]
         if any(one.points for one in series):
             charts.append((heading, line_chart(f"{name} over steps", series)))
     return charts
+
+
+def _held_out(lines: list[dict[str, Any]], name: str) -> Series:
+    """Return what was evaluated, in a line for each set that was held out."""
+    breaks: list[float] = []
+    before = None
+    for line in lines:
+        # Older lines do not say which set they are of.
+        if line["kind"] == "eval" and (now := line.get("held_out")) is not None:
+            if before not in (None, now):
+                breaks.append(line["step"])
+            before = now
+    called = "held out" if not breaks else "held out (a line for each set)"
+    return Series(name=called, points=_points(lines, "eval", name), breaks=breaks)
 
 
 def _points(lines: list[dict[str, Any]], kind: str, name: str) -> list[tuple[float, float]]:

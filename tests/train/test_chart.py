@@ -41,5 +41,15 @@ def test_many_points_are_thinned(count: int) -> None:
     assert len(points.group(1).split()) <= 600
 
 
+def test_a_line_ends_where_what_follows_cannot_be_compared() -> None:
+    points = [(2.0, 5.0), (4.0, 4.0), (6.0, 9.0), (8.0, 8.0), (10.0, 1.0)]
+    page = line_chart("t", [Series(name="a", points=points, breaks=[6, 10])])
+    lines = re.findall(r'<polyline points="([^"]*)" class="line s0"', page)
+    assert [len(line.split()) for line in lines] == [2, 2, 1]
+    assert page.count("<circle") == 5  # one alone is seen too
+    assert page.endswith("Last: a 1</p>")
+
+
 def test_nothing_to_draw() -> None:
-    assert "Nothing was measured" in line_chart("t", [Series(name="a", points=[])])
+    for points in ([], [(1.0, math.nan)]):
+        assert "Nothing was measured" in line_chart("t", [Series(name="a", points=points)])

@@ -309,7 +309,10 @@ def test_the_best_of_other_held_out_data_does_not_count(files: Files, *, changes
     written = io.StringIO()
     more = replace(settings, max_steps=7, resume=True)
     train(more, Display(Console(file=written, width=200)))
-    losses = [e["loss"] for e in read_metrics(Path(settings.output)) if e["kind"] == "eval"]
+    lines = [line for line in read_metrics(Path(settings.output)) if line["kind"] == "eval"]
+    losses, sets = ([line[name] for line in lines] for name in ("loss", "held_out"))
+    assert len(set(sets[:2])) == len(set(sets[2:])) == 1
+    assert (sets[0] != sets[-1]) is changes
     if changes:
         assert min(losses[2:]) > max(losses[:2]), "both are as easy"
     assert ("does not count" in written.getvalue()) is changes

@@ -29,7 +29,7 @@ def test_tensorboard_has_the_figures_of_the_lines(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path, first_step=1, tensorboard=None)
     for step in (1, 2, 3):
         metrics.add("train", step, loss=4.0 / step, tokens_per_s=1000.0)
-    metrics.add("eval", 3, loss=2.5)
+    metrics.add("eval", 3, "0a1b2c3d", loss=2.5)
     metrics.close()
     assert board_of(tmp_path) == {
         "train/loss": [(1, 4.0), (2, 2.0), (3, pytest.approx(4 / 3))],

@@ -14,7 +14,7 @@ from train_files import Files
 from outcore.train import loop as loop_module
 from outcore.train.display import Display
 from outcore.train.metrics import read_metrics
-from outcore.train.report_page import report_page
+from outcore.train.report_page import _held_out, report_page
 from outcore.train.run import train
 from outcore.units import format_bytes
 
@@ -44,3 +44,25 @@ def test_the_top_has_what_was_measured_also_of_a_short_run(
     whole = tiles_of(report_page(output, settings, plan, replace(result, unmeasured_bytes=0)))
     (peak_bytes,) = (tier.peak_bytes for tier in result.tiers if tier.tier == "device")
     assert whole["measured device peak"] == format_bytes(peak_bytes)
+
+
+@pytest.mark.parametrize(
+    ("sets", "num_points"),
+    [
+        (["a", "a", "a", "a"], [4]),
+        (["a", "a", "b", "b"], [2, 2]),
+        (["a", "b", "a", "a"], [1, 1, 2]),
+        ([None, None, None, None], [4]),  # older lines
+        ([None, None, "b", "c"], [3, 1]),
+    ],
+)
+def test_losses_of_two_sets_are_not_joined(sets: list[str | None], num_points: list[int]) -> None:
+    lines: list[dict[str, Any]] = []
+    for number, name in enumerate(sets):
+        step = 2 * number + 2
+        known = {} if name is None else {"held_out": name}
+        lines.append({"kind": "train", "step": step, "loss": 1.0})
+        lines.append({"kind": "eval", "step": step, **known, "loss": 1.0})
+    series = _held_out(lines, "loss")
+    assert [len(part) for part in series.parts] == num_points
+    assert ("a line for each set" in series.name) is (len(num_points) > 1)
