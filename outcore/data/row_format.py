@@ -32,7 +32,9 @@ _FIELDS: dict[RowFormat, tuple[str, ...]] = {
     "text": ("text",),
 }
 _TEXT_OR_MESSAGES = {"prompt", "completion", "chosen", "rejected"}
-_MORE_FIELDS = {"input", "system", "history"}  # that a row of some format may have
+# With which an answer may be a bad one: the names of TRL and of LLaMA-Factory.
+_LABELS = ("label", "kto_tag")
+_MORE_FIELDS = {"input", "system", "history", *_LABELS}  # that a row of some format may have
 ALL_FIELDS = frozenset(field for fields in _FIELDS.values() for field in fields) | _MORE_FIELDS
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -99,6 +101,8 @@ def example_of(row: Mapping[str, Any], row_format: RowFormat) -> Example:
         raise RowFault(why)
     if row_format == "text":
         return Text(text_of(row["text"], "text"))
+    if row_format != "preference":
+        _refuse_labels(row)
     if row_format == "messages":
         return _whole_chat(_messages(row["messages"], "messages"))
     if row_format == "sharegpt":
@@ -109,6 +113,17 @@ def example_of(row: Mapping[str, Any], row_format: RowFormat) -> Example:
     if row_format == "alpaca":
         return _answered(_alpaca_prompt(row), text_of(row["output"], "output"), "output")
     return _pair(row.get("prompt"), row["chosen"], row["rejected"])
+
+
+def _refuse_labels(row: Mapping[str, Any]) -> None:
+    """Refuse a chat that is said to be good or bad: as a plain chat, bad answers were learned."""
+    for name in _LABELS:
+        if isinstance(row.get(name), bool):
+            raise RowFault(
+                f"has a {name} that is true or false, and unpaired preferences (KTO) are not "
+                f"trained. Keep the rows where it is true, without the field {name}, or give "
+                "pairs of chosen and rejected"
+            )
 
 
 def _pair(prompt: object, chosen: object, rejected: object) -> Pair:

@@ -60,6 +60,31 @@ def test_chats_count_more_than_other_fields() -> None:
     assert find_row_format({**row, "chosen": "a", "rejected": "b"}) == "preference"
 
 
+@pytest.mark.parametrize("row_format", ROWS)
+@pytest.mark.parametrize("label", [True, False])
+@pytest.mark.parametrize("name", ["label", "kto_tag"])
+def test_answers_labelled_good_or_bad_are_not_learned_as_they_are(
+    row_format: Any, label: bool, name: str
+) -> None:
+    row, expected = ROWS[row_format]
+    labelled = {**row, name: label}
+    if row_format in ("text", "preference"):
+        assert example_of(labelled, row_format) == expected
+    else:
+        with pytest.raises(ValueError, match=rf"{name} .*unpaired preferences \(KTO\) are not"):
+            example_of(labelled, row_format)
+        assert example_of({**row, name: 1}, row_format) == expected  # of what kind it is, perhaps
+
+
+def test_a_table_of_labelled_answers(tmp_path: Path, make_cache: Any) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"prompt": ["a"], "completion": ["b"], "label": [False]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(BadRow, match="unpaired preferences"):
+        make_cache(tmp_path / "a.parquet")
+
+
 def test_an_alpaca_row_without_input() -> None:
     for nothing in ("", None):
         row = {"instruction": "hi", "input": nothing, "output": "hello"}
