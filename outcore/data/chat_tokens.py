@@ -52,6 +52,11 @@ class ChatTokenizer:
     def tokens(self, chat: Chat, *, answers_only: bool = False) -> Tokens:
         """Return the chat's tokens; ``answers_only`` whatever the loss is on."""
         counts_all = self._loss_on == "all" and not answers_only
+        if counts_all and chat.not_learned:
+            raise RowFault(
+                f"turn {min(chat.not_learned) + 1} is not to be learned (weight 0, or train "
+                "false), and loss_on='all' learns every token: take loss_on='answers'"
+            )
         counted = _counted_turns(chat, last_only=self._loss_on == "last-answer")
         if not self._has_template:
             return self._plain(chat.messages, counted, counts_all)
@@ -248,7 +253,8 @@ def _counted_turns(chat: Chat, *, last_only: bool) -> list[int]:
         for index, message in enumerate(chat.messages)
         if message["role"] == "assistant" and index >= chat.first_counted
     ]
-    return turns[-1:] if last_only else turns
+    # Where the last one is not to be learned, none is: another would not be the last.
+    return [turn for turn in (turns[-1:] if last_only else turns) if turn not in chat.not_learned]
 
 
 def _inside(offsets: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:

@@ -37,6 +37,7 @@ _LABELS = ("label", "kto_tag")
 _MORE_FIELDS = {"input", "system", "history", *_LABELS}  # that a row of some format may have
 ALL_FIELDS = frozenset(field for fields in _FIELDS.values() for field in fields) | _MORE_FIELDS
 
+_MARKS = ("weight", "train")  # of a turn: is it learned? OpenAI's name, and Axolotl's
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -63,6 +64,7 @@ class Chat:
 
     messages: tuple[Message, ...]
     first_counted: int = 0
+    not_learned: frozenset[int] = frozenset()  # answers that the row says are context alone
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,33 @@ def _shared_turns(chosen: object, rejected: object) -> tuple[Message, ...]:
 
 
 def _whole_chat(messages: tuple[Message, ...]) -> Chat:
-    if not any(message["role"] == "assistant" for message in messages):
-        raise RowFault("has no turn of the assistant, so nothing to learn from")
-    return Chat(messages)
+    if not any(map(_is_learned, messages)):
+        raise RowFault(f"has no turn of the assistant{_of_those(messages)}, so nothing to learn")
+    return _chat(messages)
+
+
+def _chat(messages: tuple[Message, ...], first_counted: int = 0) -> Chat:
+    """Return a chat; what its turns say about being learned is no part of them."""
+    return Chat(
+        tuple({k: v for k, v in message.items() if k not in _MARKS} for message in messages),
+        first_counted,
+        frozenset(
+            index
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant" and not _is_learned(message)
+        ),
+    )
+
+
+def _is_learned(message: Message) -> bool:
+    is_left_out = message.get("weight", 1) == 0 or message.get("train") is False
+    return message["role"] == "assistant" and not is_left_out
+
+
+def _of_those(messages: tuple[Message, ...]) -> str:
+    """Return why none of the answers is learned, where there are some."""
+    has_answers = any(message["role"] == "assistant" for message in messages)
+    return " that is learned (weight 0, or train false)" if has_answers else ""
 
 
 def _answered(prompt: tuple[Message, ...], value: object, field: str) -> Chat:
@@ -160,14 +186,16 @@ def _answered(prompt: tuple[Message, ...], value: object, field: str) -> Chat:
         answer = _messages(value, field)
         if answer[: len(prompt)] == prompt:
             answer = answer[len(prompt) :]
-        if not any(message["role"] == "assistant" for message in answer):
-            raise RowFault(f"{field} has no turn of the assistant after the prompt")
+        if not any(map(_is_learned, answer)):
+            raise RowFault(
+                f"{field} has no turn of the assistant{_of_those(answer)} after the prompt"
+            )
         if prompt and _asks_again(prompt[-1], answer[0]):
             raise RowFault(
                 f"{field} starts with a turn of the {answer[0]['role']} and does not repeat the "
                 "prompt as it is: which turns are the prompt cannot be told"
             )
-    return Chat((*prompt, *answer), first_counted=len(prompt))
+    return _chat((*prompt, *answer), len(prompt))
 
 
 def _asks_again(last: Message, first: Message) -> bool:
@@ -231,7 +259,22 @@ def _message(value: object, field: str) -> Message:
     if "content" in message or not message.get("tool_calls"):
         text_of(message.get("content"), f"{field}.content")
     checked_values(message, field)
+    _check_marks(message, field)
     return message
+
+
+def _check_marks(message: Message, field: str) -> None:
+    weight, train = message.get("weight", 1), message.get("train", False)
+    if weight not in (0, 1):
+        told = f"{field}.weight is {str(weight)[:40]}"
+        raise RowFault(f"{told}: an answer is learned (1) or not (0), and nothing between")
+    if not isinstance(train, bool):
+        raise RowFault(f"{field}.train must be true or false, not {name_of(train)}")
+    if train and message["role"] != "assistant":
+        raise RowFault(
+            f"{field}.train is true, of a turn of the {message['role']}: only those of the "
+            "assistant are learned. Take it out"
+        )
 
 
 def _sharegpt_messages(value: object) -> tuple[Message, ...]:
@@ -248,7 +291,10 @@ def _sharegpt_messages(value: object) -> tuple[Message, ...]:
             known = ", ".join(_SHAREGPT_ROLES)
             raise RowFault(f"{field}.from is {speaker[:40]!r}, and none of {known}")
         content = text_of(turn.get("value"), f"{field}.value")
-        messages.append({"role": _SHAREGPT_ROLES[speaker], "content": content})
+        message: Message = {"role": _SHAREGPT_ROLES[speaker], "content": content}
+        message |= {mark: turn[mark] for mark in _MARKS if turn.get(mark) is not None}
+        _check_marks(message, field)
+        messages.append(message)
     return tuple(messages)
 
 

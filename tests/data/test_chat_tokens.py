@@ -114,6 +114,20 @@ def test_which_answers_count(tokenizer: Any) -> None:
     assert answers == [text]
 
 
+@pytest.mark.parametrize("tokenizer", [PLAIN, PREFIXES, MARKS], ids=["plain", "prefixes", "marks"])
+def test_an_answer_that_is_context_alone(tokenizer: Any) -> None:
+    end = {PLAIN: "<|end|>", PREFIXES: "<|im_end|>\n", MARKS: ""}[tokenizer]
+    for number, learned in ((1, f"the mat 🎉{end}"), (3, f"hello{end}")):
+        talk = Chat(TALK, not_learned=frozenset({number}))
+        text, answers = split_up(tokenizer, talk)
+        assert text == split_up(tokenizer, Chat(TALK))[0]
+        assert answers == [learned]
+        last = [learned] if number == 1 else []
+        assert split_up(tokenizer, talk, "last-answer")[1] == last
+        with pytest.raises(ValueError, match=f"turn {number + 1} is not to be learned"):
+            split_up(tokenizer, talk, "all")
+
+
 content = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=12
 ).filter(lambda text: "<|" not in text)

@@ -85,6 +85,23 @@ def test_a_table_of_labelled_answers(tmp_path: Path, make_cache: Any) -> None:
         make_cache(tmp_path / "a.parquet")
 
 
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+def test_a_turn_that_is_not_to_be_learned(mark: Any) -> None:
+    expected = Chat((USER, ANSWER, USER, ANSWER), not_learned=frozenset({1}))
+    learned = {"weight": 1} if "weight" in mark else {"train": True}
+    turns = [USER, {**ANSWER, **mark}, {**USER, **mark}, {**ANSWER, **learned}]
+    assert example_of({"messages": turns}, "messages") == expected
+    assert example_of({"conversations": turns}, "sharegpt") == expected
+    spoken = [
+        {**turn, **more} for turn, more in zip(TURNS * 2, [{}, mark, {}, learned], strict=True)
+    ]
+    assert example_of({"conversations": spoken}, "sharegpt") == expected
+    row = {"prompt": "hi", "completion": turns[1:]}
+    assert example_of(row, "prompt-completion") == Chat(
+        (USER, ANSWER, USER, ANSWER), first_counted=1, not_learned=frozenset({1})
+    )
+
+
 def test_an_alpaca_row_without_input() -> None:
     for nothing in ("", None):
         row = {"instruction": "hi", "input": nothing, "output": "hello"}
@@ -176,6 +193,26 @@ BAD = {
     "no content": ({"messages": [USER, {"role": "assistant"}]}, r"messages\[1\]\.content"),
     "parts": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "not a list"),
     "no answer": ({"messages": [USER]}, "no turn of the assistant"),
+    "no answer that is learned": (
+        {"messages": [USER, {**ANSWER, "weight": 0}]},
+        r"no turn of the assistant that is learned \(weight 0",
+    ),
+    "no answer to a prompt that is learned": (
+        {"prompt": "hi", "completion": [{**ANSWER, "train": False}]},
+        r"no turn of the assistant that is learned .* after the prompt",
+    ),
+    "half a weight": (
+        {"messages": [USER, {**ANSWER, "weight": 0.5}]},
+        r"messages\[1\]\.weight is 0\.5: .* nothing between",
+    ),
+    "train is text": (
+        {"conversations": [{"from": "gpt", "value": "hello", "train": "no"}]},
+        r"conversations\[0\]\.train must be true or false, not text",
+    ),
+    "a question that is to be learned": (
+        {"conversations": [{"from": "human", "value": "hi", "train": True}, TURNS[1]]},
+        "train is true, of a turn of the user",
+    ),
     "surrogate in a message": (
         {"messages": [USER, {**ANSWER, "reasoning": ["\ud800"]}]},
         "surrogate",
