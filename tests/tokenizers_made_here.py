@@ -36,6 +36,12 @@ FORGETFUL = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Like Qwen 2.5: tools before the chat, calls behind what the turn says.
+CHATML_WITH_TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + CHATML.replace(
+    "{{ message['content'] }}",
+    "{{ message['content'] }}{% if message['tool_calls'] %}{{ message['tool_calls'] | tojson }}"
+    "{% endif %}",
+)
 
 _LEARNED_FROM = ["the cat sat on the mat and said hello to the world", "user assistant system\n"]
 

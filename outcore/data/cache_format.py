@@ -35,6 +35,7 @@ class BuildReport:
     num_bad_rows: int  # skipped
     num_empty_rows: int  # without text, left out
     first_bad_rows: tuple[tuple[str, int, str], ...]  # path, line, why
+    num_rows_without_tools: int = 0  # which they have, and the chat template leaves out
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -61,10 +62,10 @@ class ChatTokenizer:
         if not self._has_template:
             return self._plain(chat.messages, counted, counts_all)
         if counts_all:
-            text, _ = self._render(chat.messages)
+            text, _ = self._render(chat)
             ids = self._ids(text)
             return ids, np.ones(len(ids), dtype=np.bool_)
-        text, spans = self._answers(chat.messages, counted)
+        text, spans = self._answers(chat, counted)
         if not self._tokenizer.is_fast:
             return self._between_prefixes(text, spans)
         encoded = self._tokenizer(
@@ -73,6 +74,12 @@ class ChatTokenizer:
         ids = np.array(encoded["input_ids"], dtype=np.uint32)
         offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         return ids, _inside(offsets, spans)
+
+    def leaves_tools_out(self, chat: Chat) -> bool:
+        """Whether the chat has tools of which its tokens say nothing."""
+        if not chat.tools or not self._has_template:
+            return bool(chat.tools)
+        return self._render(chat) == self._render(replace(chat, tools=()))
 
     @functools.cached_property
     def _template(self) -> str:
@@ -138,12 +145,11 @@ class ChatTokenizer:
             counts += [counts_all or index in counted] * len(part)
         return np.array(ids, dtype=np.uint32), np.array(counts, dtype=np.bool_)
 
-    def _answers(
-        self, messages: Sequence[Message], counted: Sequence[int]
-    ) -> tuple[str, list[tuple[int, int]]]:
+    def _answers(self, chat: Chat, counted: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
         """Return the whole text, and from which to which character each counted answer goes."""
+        messages = chat.messages
         if self._marks_answers:
-            text, marked = self._render(messages)
+            text, marked = self._render(chat)
             turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
             if len(marked) > len(turns) and list(counted) == turns:
                 return text, marked  # of which turn each is, matters only where some do not count
@@ -153,14 +159,15 @@ class ChatTokenizer:
                     "{% generation %}. Give it one mark for each turn of the assistant"
                 )
             return text, [span for turn, span in zip(turns, marked, strict=True) if turn in counted]
-        text, _ = self._render(messages)
+        text, _ = self._render(chat)
         spans = []
         for turn in counted:
-            before = self._prefix(messages[:turn], add_generation_prompt=True)
+            asked, answered = (replace(chat, messages=messages[:n]) for n in (turn, turn + 1))
+            before = self._prefix(asked, add_generation_prompt=True)
             is_last = turn == len(messages) - 1
-            after = text if is_last else self._prefix(messages[: turn + 1])
+            after = text if is_last else self._prefix(answered)
             if turn == 0 or not after.startswith(before):
-                before = self._before_content(messages[: turn + 1], after)
+                before = self._before_content(answered, after)
             if not text.startswith(after) or not after.startswith(before):
                 raise UnsupportedTemplate(
                     "the chat template changes earlier turns when later ones follow, so that the "
@@ -170,55 +177,57 @@ class ChatTokenizer:
             spans.append((len(before), len(after)))
         return text, spans
 
-    def _before_content(self, messages: Sequence[Message], after: str) -> str:
+    def _before_content(self, chat: Chat, after: str) -> str:
         """Return what stands before the last turn's content, where no prompt ends that way.
 
         There is no chat before the first turn, and some templates begin thoughts in a prompt that
         they leave out of an answer. It is what stays the same when the turn says something else.
         """
-        *earlier, last = messages
+        *earlier, last = chat.messages
         said = str(last.get("content", ""))
         # Without thoughts and calls, which are part of the answer too.
         other = {"role": last["role"], "content": "b" if said.lstrip().startswith("a") else "a"}
-        pairs = enumerate(zip(after, self._prefix([*earlier, other]), strict=False))
+        changed = self._prefix(replace(chat, messages=(*earlier, other)))
+        pairs = enumerate(zip(after, changed, strict=False))
         return after[: next((place for place, (one, two) in pairs if one != two), len(after))]
 
-    def _prefix(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+    def _prefix(self, chat: Chat, *, add_generation_prompt: bool = False) -> str:
         try:
-            return self._render(messages, add_generation_prompt=add_generation_prompt)[0]
+            return self._render(chat, add_generation_prompt=add_generation_prompt)[0]
         except RowFault as error:  # the whole chat was fine
             raise UnsupportedTemplate(
-                f"the chat template takes no chat that is cut after turn {len(messages)}: {error}. "
-                f"{_REMEDY}"
+                f"the chat template takes no chat that is cut after turn {len(chat.messages)}: "
+                f"{error}. {_REMEDY}"
             ) from None
 
     def _render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False
+        self, chat: Chat, *, add_generation_prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the chat as text, with the answers that the template marks.
 
         Not ``apply_chat_template``: of an answer that ends in a character of several tokens, its
         mask misses all but the first.
         """
-        if not messages:
+        if not chat.messages:
             return "", []
         try:
-            return self._rendered(messages, add_generation_prompt)
+            return self._rendered(chat, add_generation_prompt)
         except RowFault:
             # A call of a tool without words: most templates take it best without any content, but
             # some (DeepSeek's) only with none.
-            full = [{"content": None, **message} for message in messages]
-            if full == list(messages) or not _ASKS_FOR_NONE.search(self._template):
+            full = tuple({"content": None, **message} for message in chat.messages)
+            if full == chat.messages or not _ASKS_FOR_NONE.search(self._template):
                 raise
-        return self._rendered(full, add_generation_prompt)
+        return self._rendered(replace(chat, messages=full), add_generation_prompt)
 
     def _rendered(
-        self, messages: Sequence[Message], add_generation_prompt: bool
+        self, chat: Chat, add_generation_prompt: bool
     ) -> tuple[str, list[tuple[int, int]]]:
         template = self._template  # not below: what is wrong with it is no fault of a row
         try:
             texts, marked = render_jinja_template(
-                conversations=[list(messages)],
+                conversations=[list(chat.messages)],
+                tools=list(chat.tools) or None,
                 chat_template=template,
                 return_assistant_tokens_mask=self._marks_answers,
                 add_generation_prompt=add_generation_prompt,

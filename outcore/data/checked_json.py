@@ -16,6 +16,14 @@ _SMALL_BYTES = 1 << 20  # takes little, whatever it holds
 
 def parse_object(raw: bytes) -> dict[str, Any]:
     """Return the object that ``raw`` is, or raise a RowFault."""
+    value = parse_value(raw)
+    if not isinstance(value, dict):
+        raise RowFault(f"must be an object, not {name_of(value)}")
+    return value
+
+
+def parse_value(raw: bytes) -> Any:
+    """Return whatever ``raw`` is, or raise a RowFault."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -28,8 +36,6 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         raise RowFault(f"is nested more than {MAX_DEPTH} deep") from None
     except ValueError as error:
         raise RowFault(f"is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise RowFault(f"must be an object, not {name_of(value)}")
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_too_deep(value):
         raise RowFault(f"is nested more than {MAX_DEPTH} deep")
     return value

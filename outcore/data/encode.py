@@ -57,6 +57,7 @@ class Document:
     content_hash: int  # of the row's text, so the same for every tokenizer
     starts: bool = True
     ends: bool = True
+    lacks_tools: bool = False  # that the row has, and the chat template leaves out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,7 @@ class EncodedBatch:
     faults: tuple[tuple[int, str], ...]  # line, why
     num_rows: int
     num_empty: int
+    num_without_tools: int
     num_bytes: int  # of the source file
 
 
@@ -82,7 +84,7 @@ class Encoder:
         """Encode rows of one format; without one, no row can be understood."""
         documents: list[Document] = []
         faults = []
-        num_rows = num_empty = 0
+        num_rows = num_empty = num_without_tools = 0
         for row in batch.rows:
             num_rows += row.ends_document
             try:
@@ -97,6 +99,7 @@ class Encoder:
                 faults.append((row.line, "is nested too deep"))
                 continue
             num_empty += not found
+            num_without_tools += any(document.lacks_tools for document in found)
             documents += found
         return EncodedBatch(
             path=batch.path,
@@ -104,6 +107,7 @@ class Encoder:
             faults=tuple(faults),
             num_rows=num_rows,
             num_empty=num_empty,
+            num_without_tools=num_without_tools,
             num_bytes=batch.num_bytes,
         )
 
@@ -119,8 +123,16 @@ class Encoder:
         # A row whose format is not known yet is bad in itself, or its batch would have one.
         example = example_of(fields, row_format or find_row_format(fields))
         content_hash = _content_hash(example)
+        lacks_tools = self._lacks_tools(example)
         for ids, counts in self._tokens(example):
-            yield Document(ids, counts, content_hash)
+            yield Document(ids, counts, content_hash, lacks_tools=lacks_tools)
+
+    def _lacks_tools(self, example: Example) -> bool:
+        if isinstance(example, Text):
+            return False
+        return self._chats.leaves_tools_out(
+            example.chosen if isinstance(example, Pair) else example
+        )
 
     def _tokens(self, example: Example) -> Iterator[Tokens]:
         if isinstance(example, Text):

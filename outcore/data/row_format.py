@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from outcore.data.checked_json import checked_values, name_of, text_of
+from outcore.data.checked_json import checked_values, name_of, parse_value, text_of
 from outcore.data.raw_rows import RowFault
 
 RowFormat = Literal["text", "prompt-completion", "alpaca", "messages", "sharegpt", "preference"]
@@ -34,7 +34,7 @@ _FIELDS: dict[RowFormat, tuple[str, ...]] = {
 _TEXT_OR_MESSAGES = {"prompt", "completion", "chosen", "rejected"}
 # With which an answer may be a bad one: the names of TRL and of LLaMA-Factory.
 _LABELS = ("label", "kto_tag")
-_MORE_FIELDS = {"input", "system", "history", *_LABELS}  # that a row of some format may have
+_MORE_FIELDS = {"input", "system", "history", "tools", *_LABELS}  # that some rows have
 ALL_FIELDS = frozenset(field for fields in _FIELDS.values() for field in fields) | _MORE_FIELDS
 
 _MARKS = ("weight", "train")  # of a turn: is it learned? OpenAI's name, and Axolotl's
@@ -65,6 +65,7 @@ class Chat:
     messages: tuple[Message, ...]
     first_counted: int = 0
     not_learned: frozenset[int] = frozenset()  # answers that the row says are context alone
+    tools: tuple[dict[str, Any], ...] = ()  # that the assistant may call, for the template
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,15 @@ def example_of(row: Mapping[str, Any], row_format: RowFormat) -> Example:
         raise RowFault(why)
     if row_format == "text":
         return Text(text_of(row["text"], "text"))
-    if row_format != "preference":
-        _refuse_labels(row)
+    tools = _tools(row.get("tools"))
+    if row_format == "preference":
+        pair = _pair(row.get("prompt"), row["chosen"], row["rejected"])
+        return Pair(replace(pair.chosen, tools=tools), replace(pair.rejected, tools=tools))
+    _refuse_labels(row)
+    return replace(_chat_of(row, row_format), tools=tools)
+
+
+def _chat_of(row: Mapping[str, Any], row_format: RowFormat) -> Chat:
     if row_format == "messages":
         return _whole_chat(_messages(row["messages"], "messages"))
     if row_format == "sharegpt":
@@ -112,9 +120,23 @@ def example_of(row: Mapping[str, Any], row_format: RowFormat) -> Example:
         return _whole_chat(_with_system(row.get("system"), turns))
     if row_format == "prompt-completion":
         return _answered(_prompt(row["prompt"]), row["completion"], "completion")
-    if row_format == "alpaca":
-        return _answered(_alpaca_prompt(row), text_of(row["output"], "output"), "output")
-    return _pair(row.get("prompt"), row["chosen"], row["rejected"])
+    assert row_format == "alpaca"
+    return _answered(_alpaca_prompt(row), text_of(row["output"], "output"), "output")
+
+
+def _tools(value: object) -> tuple[dict[str, Any], ...]:
+    """Return the tools of a row, which many have as JSON in a text: tables want one type each."""
+    if isinstance(value, str):
+        try:
+            value = parse_value(text_of(value, "tools").encode()) if value.strip() else None
+        except RowFault as fault:
+            raise RowFault(f"tools {fault}") from None
+    if not value:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise RowFault("tools must be a list of objects, or such a list as JSON in a text")
+    checked_values(value, "tools")
+    return tuple(value)
 
 
 def _refuse_labels(row: Mapping[str, Any]) -> None:

@@ -211,7 +211,7 @@ def _write(
     total_bytes: int,
     progress: Callable[[Progress], None] | None,
 ) -> BuildReport:
-    num_rows = num_bad = num_empty = num_bytes = 0
+    num_rows = num_bad = num_empty = num_without_tools = num_bytes = 0
     first_bad: list[tuple[str, int, str]] = []
     try:
         for batch in encoded:
@@ -222,6 +222,7 @@ def _write(
             num_rows += batch.num_rows
             num_bad += len(batch.faults)
             num_empty += batch.num_empty
+            num_without_tools += batch.num_without_tools
             num_bytes += batch.num_bytes
             if len(first_bad) < _REPORTED_BAD_ROWS:
                 first_bad += [(batch.path, line, why) for line, why in batch.faults]
@@ -234,6 +235,7 @@ def _write(
         num_rows=num_rows,
         num_bad_rows=num_bad,
         num_empty_rows=num_empty,
+        num_rows_without_tools=num_without_tools,
         first_bad_rows=tuple(first_bad[:_REPORTED_BAD_ROWS]),
     )
 

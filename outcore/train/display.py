@@ -73,6 +73,11 @@ class Display:
             )
         if cache.report.num_empty_rows:
             self.message(f"empty and left out: {cache.report.num_empty_rows:,} rows")
+        if cache.report.num_rows_without_tools:
+            self.message(
+                "the chat template leaves the tools of rows out: those of "
+                f"{cache.report.num_rows_without_tools:,} rows"
+            )
         if cache.report.num_bad_rows:
             path, line, why = cache.report.first_bad_rows[0]
             self.message(

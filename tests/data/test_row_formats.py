@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers_made_here import CHATML, chat, counted, make_tokenizer, texts, write_jsonl
+from tokenizers_made_here import (
+    CHATML,
+    CHATML_WITH_TOOLS,
+    chat,
+    counted,
+    make_tokenizer,
+    texts,
+    write_jsonl,
+)
 
 from outcore.data.row_format import Chat, Pair, Text, example_of, find_row_format
 from outcore.errors import BadRow, UnknownFormat
@@ -184,7 +192,31 @@ def test_a_call_of_a_tool_needs_no_content() -> None:
     assert example == Chat((USER, {"role": "assistant", "tool_calls": [{"name": "f"}]}))
 
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("row_format", ROWS)
+def test_the_tools_of_a_row(row_format: Any) -> None:
+    row, expected = ROWS[row_format]
+    for nothing in (None, [], "", " ", "[]"):
+        assert example_of({**row, "tools": nothing}, row_format) == expected
+    for tools in ([TOOL], json.dumps([TOOL])):
+        example = example_of({**row, "tools": tools}, row_format)
+        if isinstance(example, Text):
+            assert example == expected
+        else:
+            chats = (example.chosen, example.rejected) if isinstance(example, Pair) else [example]
+            assert [chat.tools for chat in chats] == [(TOOL,)] * len(chats)
+
+
 BAD = {
+    "tools that are names": ({"messages": [USER, ANSWER], "tools": ["add"]}, "a list of objects"),
+    "tools that are no JSON": ({"messages": [USER, ANSWER], "tools": "add"}, "tools is not JSON"),
+    "deep tools": (
+        {"messages": [USER, ANSWER], "tools": "[" * 100 + "]" * 100},
+        "tools is nested more than 64 deep",
+    ),
+    "surrogate in a tool": ({"messages": [USER, ANSWER], "tools": [{"a": "\ud800"}]}, "surrogate"),
     "messages is no list": ({"messages": "hi"}, "messages must be a list"),
     "no messages": ({"messages": []}, "messages is empty"),
     "a message is no object": ({"messages": [USER, "hello"]}, r"messages\[1\] must be an object"),
@@ -361,3 +393,24 @@ def test_a_table_of_calls_says_what_lines_of_json_say(tmp_path: Path, make_cache
     lines = make_cache(write_jsonl(tmp_path / "a.jsonl", rows), using=tokenizer)
     assert texts(table, tokenizer) == texts(lines, tokenizer)
     assert '{"city": "x"}' in texts(table, tokenizer)[0]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_tools_reach_the_template_or_are_told(
+    tmp_path: Path, make_cache: Any, num_workers: int
+) -> None:
+    pair = {"prompt": "hi", "chosen": "hello", "rejected": "no", "tools": [TOOL]}
+    chats = [{"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER], "tools": [TOOL]}]
+    tokenizer = make_tokenizer(CHATML_WITH_TOOLS)
+    without = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n"
+    chat_file = write_jsonl(tmp_path / "a.jsonl", chats)
+    cache = make_cache(chat_file, using=tokenizer, num_workers=num_workers)
+    assert texts(cache, tokenizer) == [without, f"{json.dumps([TOOL])}\n{without}"]
+    assert counted(cache, tokenizer, 1) == ["hello<|im_end|>\n"]
+    assert cache.report.num_rows_without_tools == 0
+    pair_file = write_jsonl(tmp_path / "b.jsonl", [pair])
+    for template in (None, CHATML):
+        tokenizer = make_tokenizer(template)
+        for file in (chat_file, pair_file):
+            cache = make_cache(file, using=tokenizer, num_workers=num_workers)
+            assert cache.report.num_rows_without_tools == 1

@@ -420,6 +420,15 @@ def test_rows_that_are_too_long_are_told(files: Files) -> None:
     assert "2 examples are cut after 64 tokens; 3 are left out" in told.getvalue()
 
 
+def test_tools_that_the_template_leaves_out_are_told(files: Files) -> None:
+    rows = [{"messages": chat("hello", "x"), "tools": [{"name": "add"}]}] * 2
+    with_tools = write_jsonl(files.folder / "tools.jsonl", rows)
+    told = io.StringIO()
+    settings = files.settings(data=(str(files.data), str(with_tools)), max_steps=1)
+    train(settings, Display(Console(file=told, width=200)))
+    assert "the chat template leaves the tools of rows out: those of 2 rows" in told.getvalue()
+
+
 def test_a_malformed_row_is_named(files: Files) -> None:
     bad = files.folder / "bad.jsonl"
     bad.write_text(files.data.read_text() + '{"messages": 3}\n')
