@@ -30,6 +30,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ASKS_FOR_NONE = re.compile(r"\bcontent\b['\"\]]*\s+is\s+(not\s+)?none\b")
 _REFUSALS = (TemplateError, TypeError, ValueError, KeyError)  # of a template, about messages
 _ANY_WORD = "hello"
+_CALLS = ("tool_calls", "function_call")
 _REMEDY = (
     "Give the tokenizer a template with {% generation %} around the answers, or count only the "
     "last answer (loss_on='last-answer') or every token (loss_on='all')"
@@ -59,6 +60,7 @@ class ChatTokenizer:
                 "false), and loss_on='all' learns every token: take loss_on='answers'"
             )
         counted = _counted_turns(chat, last_only=self._loss_on == "last-answer")
+        self._check_calls(chat)
         if not self._has_template:
             return self._plain(chat.messages, counted, counts_all)
         if counts_all:
@@ -80,6 +82,28 @@ class ChatTokenizer:
         if not chat.tools or not self._has_template:
             return bool(chat.tools)
         return self._render(chat) == self._render(replace(chat, tools=()))
+
+    def _check_calls(self, chat: Chat) -> None:
+        """Refuse a call of a tool that is not written out: its turn would be an empty answer."""
+        for turn, message in enumerate(chat.messages):
+            if any(message.get(name) for name in _CALLS) and self._leaves_calls_out(chat, turn):
+                who = "the chat template" if self._has_template else "what stands in for a template"
+                raise UnsupportedTemplate(
+                    f"{who} leaves out calls of tools, here that of turn {turn + 1}, so that what "
+                    "is left of the turn would be the answer. Give the tokenizer a template that "
+                    "writes them, or write them into the content"
+                )
+
+    def _leaves_calls_out(self, chat: Chat, turn: int) -> bool:
+        if not self._has_template:
+            return True
+        whole = self._render(chat)
+        messages = list(chat.messages)
+        messages[turn] = {k: v for k, v in messages[turn].items() if k not in _CALLS}
+        try:
+            return self._render(replace(chat, messages=tuple(messages))) == whole
+        except RowFault:  # then it looks for them
+            return False
 
     @functools.cached_property
     def _template(self) -> str:

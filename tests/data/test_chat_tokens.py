@@ -12,6 +12,7 @@ from tokenizers import processors
 from tokenizers_made_here import (
     CHATML,
     CHATML_WITH_MARKS,
+    CHATML_WITH_TOOLS,
     FORGETFUL,
     chat,
     counted,
@@ -229,6 +230,37 @@ def test_a_call_without_words_for_a_template_that_wants_none() -> None:
     messages = ({"role": "user", "content": "hi"}, call)
     ids, counts = ChatTokenizer(tokenizer, "answers").tokens(Chat(messages))
     assert tokenizer.decode(ids[counts]) == "call add<|im_end|>"
+
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+CALLING = (*TALK[:1], CALL, {"role": "tool", "content": "3"}, *TALK[1:])
+
+
+@pytest.mark.parametrize("tokenizer", [PLAIN, PREFIXES, MARKS], ids=["plain", "prefixes", "marks"])
+@pytest.mark.parametrize("loss_on", ["answers", "last-answer", "all"])
+def test_calls_that_the_template_leaves_out(tokenizer: Any, loss_on: Any) -> None:
+    """An empty answer would be learned in the place of each."""
+    wordless = {name: value for name, value in CALL.items() if name != "content"}
+    old = {"role": "assistant", "content": "", "function_call": {"name": "add"}}
+    for call in (CALL, {**CALL, "content": "I add"}, wordless, old):
+        with pytest.raises(UnsupportedTemplate, match=r"leaves out calls .* that of turn 2"):
+            split_up(tokenizer, Chat((CALLING[0], call, *CALLING[2:])), loss_on)
+    none = {**CALL, "tool_calls": []}
+    split_up(tokenizer, Chat((CALLING[0], none, *CALLING[2:])), loss_on)
+
+
+def test_calls_that_the_template_writes() -> None:
+    _, answers = split_up(make_tokenizer(CHATML_WITH_TOOLS), Chat(CALLING))
+    assert answers[0] == '[{"function": {"name": "add"}}]<|im_end|>\n'
+
+
+def test_a_call_beside_words_that_the_template_leaves_out() -> None:
+    """As DeepSeek's: it writes calls of turns without content alone."""
+    either = "{{ message['content'] or (message['tool_calls'] | tojson) }}"
+    tokenizer = make_tokenizer(CHATML.replace("{{ message['content'] }}", either))
+    assert "add" in split_up(tokenizer, Chat(CALLING))[0]
+    with pytest.raises(UnsupportedTemplate, match="that of turn 7"):
+        split_up(tokenizer, Chat((*CALLING, {**CALL, "content": "I add"})))
 
 
 def test_a_template_with_too_few_marks() -> None:
