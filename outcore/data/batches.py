@@ -10,15 +10,16 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
 
 from outcore.data.packing import Packed, one_each, pack
 from outcore.data.pieces import TooLong, pieces_of
@@ -55,8 +56,14 @@ class BatchOptions:
             raise ValueError(f"too_long must be 'cut' or 'split', not {self.too_long!r}")
 
 
-class Batches(Iterator[Batch]):
-    """Yields dicts of tensors: input_ids, labels, and position_ids or attention_mask.
+_NO_WORKERS = (
+    "batches are made by a thread of this process, and each worker of a DataLoader would give all "
+    "of them: DataLoader(batches, batch_size=None, num_workers=0)"
+)
+
+
+class Batches(IterableDataset[Batch]):
+    """An iterator of dicts of tensors: input_ids, labels, and position_ids or attention_mask.
 
     Sequences are packed once and shuffled anew in each epoch. An epoch that does not end with a
     batch goes on into the next one, so that every batch is full and every sequence comes once an
@@ -97,6 +104,7 @@ class Batches(Iterator[Batch]):
                 f"to learn from in their first {options.seq_len} tokens. Raise seq_len"
             )
         self._next = 0  # the number of the next batch
+        self._was_told_the_end = False  # and so ended somebody's loop
         self._orders: dict[int, NDArray[np.int64]] = {}  # of the last two epochs
         self._orders_lock = threading.Lock()  # for the thread that makes batches, and callers
         self._prefetch = prefetch
@@ -131,11 +139,27 @@ class Batches(Iterator[Batch]):
         """Which part of the packed sequences is tokens; the rest is padding."""
         return int(self.pieces.lengths.sum()) / (self._sequences.num_sequences * self._row_tokens)
 
+    def __len__(self) -> int:
+        """Return the number of batches in all epochs, whatever was given out already."""
+        if self.num_batches is None:
+            raise TypeError("these batches have no end, so no length: give num_epochs")
+        return self.num_batches
+
     def __iter__(self) -> Batches:
+        """Go on behind the last batch that was given out: a loop that was left can be taken up."""
+        if get_worker_info() is not None:
+            raise ValueError(_NO_WORKERS)
+        if self._was_told_the_end:  # a loop over nothing would pass for an epoch
+            raise ValueError(
+                f"all {self.num_batches} batches of num_epochs={self.options.num_epochs} were "
+                "given out. For more, loop once over a larger num_epochs: each epoch has an order "
+                "of its own"
+            )
         return self
 
     def __next__(self) -> Batch:
         if self.num_batches is not None and self._next >= self.num_batches:
+            self._was_told_the_end = True
             raise StopIteration
         number = self._next
         if self._prefetch == 0:
@@ -182,6 +206,10 @@ class Batches(Iterator[Batch]):
         if type(number) is not int or number < 0:
             raise ValueError(f"next_batch must be a number from 0 on, not {number!r}")
         self._next = number
+        self._was_told_the_end = False
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(_NO_WORKERS)  # to which a DataLoader may send what it was given
 
     def close(self) -> None:
         """End the thread that makes batches ahead of time."""

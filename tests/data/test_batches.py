@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers_made_here import CHATML, chat, documents, make_tokenizer, write_jsonl
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers.masking_utils import find_packed_sequence_indices
 
 from outcore.data.batches import Batch, Batches, BatchOptions
@@ -449,3 +450,53 @@ def test_loss_on_all_counts_questions_too(tmp_path: Path) -> None:
     (batch,) = all_batches(made, packing=False)
     length = int(batch["attention_mask"].sum())
     assert (batch["labels"][0, 1:length] == batch["input_ids"][0, 1:length]).all()
+
+
+@pytest.mark.parametrize("stop", [0, 1, 5])
+def test_in_a_data_loader_of_torch(cache: TokenCache, stop: int) -> None:
+    """The same batches, and a state that goes on behind the last of them."""
+    expected = all_batches(cache, num_epochs=2)
+    options = BatchOptions(batch_size=3, seq_len=40, num_epochs=2)
+    with Batches(cache, options) as batches, Batches(cache, options) as others:
+        loader: Any = DataLoader(batches, batch_size=None)
+        assert len(loader) == len(batches) == len(expected)
+        given = iter(loader)
+        found = [next(given) for _ in range(stop)]
+        others.load_state_dict(batches.state_dict())
+        found += list(DataLoader(others, batch_size=None))
+        assert len(found) == len(expected)
+        assert all(map(same, found, expected))
+
+
+@pytest.mark.filterwarnings("ignore:Got pickle error")  # which newer torch says beside it
+@pytest.mark.parametrize(("start", "error"), [("fork", ValueError), ("spawn", TypeError)])
+def test_workers_of_a_data_loader_are_refused(cache: TokenCache, start: str, error: Any) -> None:
+    with Batches(cache, BatchOptions(batch_size=3, seq_len=40, num_epochs=1)) as batches:
+        loader: Any = DataLoader(
+            batches, batch_size=None, num_workers=1, multiprocessing_context=start
+        )
+        with pytest.raises(error, match="num_workers=0"):
+            next(iter(loader))
+
+
+def test_a_second_loop_is_no_second_epoch(cache: TokenCache) -> None:
+    """A loop over nothing would pass for one."""
+    with Batches(cache, BatchOptions(batch_size=3, seq_len=40, num_epochs=1)) as batches:
+        beginning = batches.state_dict()
+        assert same(next(iter(batches)), batches.batch(0))
+        assert len(list(batches)) == len(batches) - 1  # a loop that was left is taken up
+        end = batches.state_dict()
+        with pytest.raises(ValueError, match=r"num_epochs=1 were given out\. .* larger num_epochs"):
+            list(batches)
+        batches.load_state_dict(end)  # as a run that goes on behind its last step
+        assert list(batches) == []
+        batches.load_state_dict(beginning)
+        assert len(list(batches)) == len(batches)
+
+
+def test_batches_without_end_have_no_length(cache: TokenCache) -> None:
+    with (
+        Batches(cache, BatchOptions(batch_size=3, seq_len=40)) as batches,
+        pytest.raises(TypeError, match="no end, so no length: give num_epochs"),
+    ):
+        len(batches)
