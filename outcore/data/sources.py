@@ -20,6 +20,14 @@ Kind = Literal["lines", "array", "parquet", "text", "dataset"]
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".txt")
+_DECOMPRESS = {".gz": "gzip -d", ".bz2": "bzip2 -d", ".xz": "xz -d", ".zst": "zstd -d"}
+_AS_UTF_8 = "is UTF-16, and text must be UTF-8: iconv -f UTF-16 -t UTF-8 {path} > NEW"
+_FIRST_BYTES = {  # of files whose name says that they hold text
+    b"\x1f\x8b": "is compressed, whatever its name says: gzip -dc {path} > NEW",
+    b"\xff\xfe": _AS_UTF_8,
+    b"\xfe\xff": _AS_UTF_8,
+}
+_MARKS_OF_PATTERNS = set("*?[")
 _HASHED_BYTES = 64 << 10  # at each end of a file
 
 
@@ -63,10 +71,12 @@ def find_sources(paths: Paths) -> tuple[Source, ...]:
 
 def _sources_at(path: Path) -> Iterator[Source]:
     if not path.exists():
-        raise ValueError(f"{path} does not exist")
+        raise ValueError(f"{path} does not exist{_of_pattern(path)}")
     if not path.is_dir():
         if not path.is_file():  # a pipe would never end, or never begin
             raise ValueError(f"{path} is no ordinary file: what is read twice must stay")
+        if decompress := _DECOMPRESS.get(path.suffix.lower()):
+            raise ValueError(f"{path} is compressed: decompress it first ({decompress} {path})")
         if path.suffix.lower() not in _SUFFIXES:
             raise ValueError(f"{path} is none of the files that can be read: {_known_files()}")
         yield Source(path, _kind(path))
@@ -79,6 +89,17 @@ def _sources_at(path: Path) -> Iterator[Source]:
         for file in sorted(path.rglob("*")):
             if file.suffix.lower() in _SUFFIXES and file.is_file() and not _is_hidden(file, path):
                 yield Source(file, _kind(file))
+
+
+def _of_pattern(path: Path) -> str:
+    """Return what to do about a pattern: in quotes, or in a YAML file, no shell fills it in."""
+    folder = next(folder for folder in path.parents if not _MARKS_OF_PATTERNS & set(str(folder)))
+    if not _MARKS_OF_PATTERNS & set(path.relative_to(folder).as_posix()):
+        return ""
+    return (
+        f", and patterns are not filled in: name the directory {folder}, or the files one by one "
+        "(as a list; --data may be given several times)"
+    )
 
 
 def _is_hidden(file: Path, folder: Path) -> bool:
@@ -94,9 +115,13 @@ def _kind(path: Path) -> Kind:
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         return "parquet"
-    if suffix == ".txt":
-        return "text"
     with _clear_errors(path):
+        with path.open("rb") as file:
+            first_bytes = file.read(2)
+        if first_bytes in _FIRST_BYTES:
+            raise ValueError(f"{path} {_FIRST_BYTES[first_bytes].format(path=path)}")
+        if suffix == ".txt":
+            return "text"
         return "array" if suffix == ".json" and starts_with_bracket(path) else "lines"
 
 

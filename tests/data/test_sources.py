@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import sys
@@ -179,6 +180,40 @@ def test_what_is_no_source(tmp_path: Path) -> None:
         find_sources(tmp_path / "none")
     with pytest.raises(ValueError, match="no files of training data"):
         find_sources([])
+
+
+@pytest.mark.parametrize("pattern", ["*.jsonl", "b?.jsonl", "[ab].jsonl", "**/*.jsonl"])
+def test_a_pattern_is_told_from_a_name(tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(ValueError, match=f"not filled in: name the directory {tmp_path}, or"):
+        find_sources(tmp_path / pattern)
+    (tmp_path / pattern).parent.mkdir(exist_ok=True)
+    write_jsonl(tmp_path / pattern, ROWS)  # which is a name as well
+    assert [source.path for source in find_sources(tmp_path / pattern)] == [tmp_path / pattern]
+
+
+def test_a_compressed_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").touch()
+    with pytest.raises(ValueError, match=r"decompress it first \(gzip -d .*/a\.jsonl\.gz\)"):
+        find_sources(tmp_path / "a.jsonl.gz")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (gzip.compress(b'{"text": "a"}'), "is compressed, whatever its name says: gzip -dc"),
+        ('{"text": "a"}'.encode("utf-16"), "is UTF-16, .* iconv -f UTF-16 -t UTF-8"),
+        (b"\xfe\xff" + '{"text": "a"}'.encode("utf-16-be"), "is UTF-16, .* iconv"),
+    ],
+)
+def test_a_file_that_is_not_what_its_name_says(
+    tmp_path: Path, make_cache: Any, name: str, data: bytes, why: str
+) -> None:
+    """Its first row is no bad one: --skip-bad-rows would not help."""
+    (tmp_path / name).write_bytes(data)
+    for on_bad_row in ("raise", "skip"):
+        with pytest.raises(ValueError, match=rf"{name} {why}"):
+            make_cache(tmp_path / name, on_bad_row=on_bad_row)
 
 
 @pytest.mark.parametrize("library", ["pyarrow", "datasets"])
