@@ -24,7 +24,8 @@ Message = dict[str, Any]
 
 # Where a row has the fields of several, the first counts: many rows of chats also have a prompt.
 _FIELDS: dict[RowFormat, tuple[str, ...]] = {
-    "preference": ("chosen", "rejected"),  # and a prompt, where they do not begin with it
+    # And a prompt, or the question of another format, where they do not begin with it.
+    "preference": ("chosen", "rejected"),
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "prompt-completion": ("prompt", "completion"),
@@ -106,7 +107,7 @@ def example_of(row: Mapping[str, Any], row_format: RowFormat) -> Example:
         return Text(text_of(row["text"], "text"))
     tools = _tools(row.get("tools"))
     if row_format == "preference":
-        pair = _pair(row.get("prompt"), row["chosen"], row["rejected"])
+        pair = _pair(row)
         return Pair(replace(pair.chosen, tools=tools), replace(pair.rejected, tools=tools))
     _refuse_labels(row)
     return replace(_chat_of(row, row_format), tools=tools)
@@ -150,16 +151,28 @@ def _refuse_labels(row: Mapping[str, Any]) -> None:
             )
 
 
-def _pair(prompt: object, chosen: object, rejected: object) -> Pair:
+def _pair(row: Mapping[str, Any]) -> Pair:
     """Return a pair; where both are chats, all turns that they share may be the prompt."""
-    is_text = isinstance(chosen, str) or isinstance(rejected, str)
-    if prompt is None and is_text:
-        raise RowFault("has no prompt: without one, chosen and rejected must be lists of messages")
-    asked = () if prompt is None else _prompt(prompt)
-    shared = () if is_text else _shared_turns(chosen, rejected)
+    chosen, rejected = row["chosen"], row["rejected"]
+    is_answer = isinstance(chosen, (str, dict)) or isinstance(rejected, (str, dict))
+    asked: tuple[Message, ...] = ()
+    if row.get("prompt") is not None:
+        asked = _prompt(row["prompt"])
+    elif is_answer:
+        asked = _question(row)
+    shared = () if is_answer else _shared_turns(chosen, rejected)
     if shared[len(shared) - len(asked) :] == asked:  # the prompt may name the last turn alone
         asked = shared
     return Pair(_answered(asked, chosen, "chosen"), _answered(asked, rejected, "rejected"))
+
+
+def _question(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    """Return what is asked in the fields of another format, where LLaMA-Factory has it."""
+    if row.get("conversations") is not None:
+        return _with_system(row.get("system"), _sharegpt_messages(row["conversations"]))
+    if row.get("instruction") is not None:
+        return _alpaca_prompt(row)
+    raise RowFault("has no prompt: without one, chosen and rejected must be lists of messages")
 
 
 def _shared_turns(chosen: object, rejected: object) -> tuple[Message, ...]:
@@ -201,22 +214,22 @@ def _of_those(messages: tuple[Message, ...]) -> str:
 
 
 def _answered(prompt: tuple[Message, ...], value: object, field: str) -> Chat:
-    """Return the prompt with its answer: a text, or the messages after or including the prompt."""
+    """Return the prompt with its answer: a text, a message, or those after or with the prompt."""
     if isinstance(value, str):
-        answer: tuple[Message, ...] = ({"role": "assistant", "content": text_of(value, field)},)
+        value = {"role": "assistant", "content": text_of(value, field)}
+    if isinstance(value, dict):
+        answer: tuple[Message, ...] = (_sharegpt_message(value, field),)
     else:
         answer = _messages(value, field)
         if answer[: len(prompt)] == prompt:
             answer = answer[len(prompt) :]
-        if not any(map(_is_learned, answer)):
-            raise RowFault(
-                f"{field} has no turn of the assistant{_of_those(answer)} after the prompt"
-            )
-        if prompt and _asks_again(prompt[-1], answer[0]):
-            raise RowFault(
-                f"{field} starts with a turn of the {answer[0]['role']} and does not repeat the "
-                "prompt as it is: which turns are the prompt cannot be told"
-            )
+    if not any(map(_is_learned, answer)):
+        raise RowFault(f"{field} has no turn of the assistant{_of_those(answer)} after the prompt")
+    if prompt and _asks_again(prompt[-1], answer[0]):
+        raise RowFault(
+            f"{field} starts with a turn of the {answer[0]['role']} and does not repeat the "
+            "prompt as it is: which turns are the prompt cannot be told"
+        )
     return _chat((*prompt, *answer), len(prompt))
 
 
@@ -300,24 +313,26 @@ def _check_marks(message: Message, field: str) -> None:
 
 
 def _sharegpt_messages(value: object) -> tuple[Message, ...]:
-    messages: list[Message] = []
-    for index, turn in enumerate(_list_of(value, "conversations")):
-        field = f"conversations[{index}]"
-        if not isinstance(turn, dict):
-            raise RowFault(f"{field} must be an object with from and value")
-        if turn.get("from") is None and turn.get("role") is not None:  # of the other name's form
-            messages.append(_message(turn, field))
-            continue
-        speaker = text_of(turn.get("from"), f"{field}.from")
-        if speaker not in _SHAREGPT_ROLES:
-            known = ", ".join(_SHAREGPT_ROLES)
-            raise RowFault(f"{field}.from is {speaker[:40]!r}, and none of {known}")
-        content = text_of(turn.get("value"), f"{field}.value")
-        message: Message = {"role": _SHAREGPT_ROLES[speaker], "content": content}
-        message |= {mark: turn[mark] for mark in _MARKS if turn.get(mark) is not None}
-        _check_marks(message, field)
-        messages.append(message)
-    return tuple(messages)
+    return tuple(
+        _sharegpt_message(turn, f"conversations[{index}]")
+        for index, turn in enumerate(_list_of(value, "conversations"))
+    )
+
+
+def _sharegpt_message(turn: object, field: str) -> Message:
+    if not isinstance(turn, dict):
+        raise RowFault(f"{field} must be an object with from and value")
+    if turn.get("from") is None and turn.get("role") is not None:  # of the other name's form
+        return _message(turn, field)
+    speaker = text_of(turn.get("from"), f"{field}.from")
+    if speaker not in _SHAREGPT_ROLES:
+        known = ", ".join(_SHAREGPT_ROLES)
+        raise RowFault(f"{field}.from is {speaker[:40]!r}, and none of {known}")
+    content = text_of(turn.get("value"), f"{field}.value")
+    message: Message = {"role": _SHAREGPT_ROLES[speaker], "content": content}
+    message |= {mark: turn[mark] for mark in _MARKS if turn.get(mark) is not None}
+    _check_marks(message, field)
+    return message
 
 
 def _list_of(value: object, field: str) -> Sequence[object]:

@@ -181,6 +181,22 @@ def test_pairs_of_whole_chats(before: Any, prompt: Any) -> None:
     )
 
 
+def test_pairs_as_llama_factory_has_them() -> None:
+    """The question is in the fields of another format, an answer one message."""
+    chosen, rejected = {"from": "gpt", "value": "hello"}, OTHER
+    pair = Pair(Chat((SYSTEM, USER, ANSWER), 2), Chat((SYSTEM, USER, OTHER), 2))
+    asked = {"conversations": TURNS[:1], "system": "be good"}
+    row: dict[str, Any] = {**asked, "chosen": chosen, "rejected": rejected}
+    assert find_row_format(row) == "preference"
+    assert example_of(row, "preference") == pair
+    row = {"instruction": "hi", "input": "", "system": "be good", "chosen": "hello"}
+    assert example_of({**row, "rejected": "go away"}, "preference") == pair
+    row = {"prompt": [SYSTEM, USER], "instruction": "?", "chosen": chosen, "rejected": rejected}
+    assert example_of(row, "preference") == pair
+    whole = {"chosen": [SYSTEM, USER, ANSWER], "rejected": [SYSTEM, USER, OTHER]}
+    assert example_of({**whole, "instruction": "?"}, "preference") == pair
+
+
 def test_nulls_that_a_table_puts_into_messages() -> None:
     row = {"messages": [{**USER, "tool_calls": None}, {**ANSWER, "name": None}]}
     assert example_of(row, "messages") == Chat((USER, ANSWER))
@@ -271,6 +287,10 @@ BAD = {
     "chosen without an answer": (
         {"prompt": "hi", "chosen": [USER], "rejected": "a"},
         "chosen has no turn of the assistant after the prompt",
+    ),
+    "chosen is a question": (
+        {"conversations": TURNS[:1], "chosen": TURNS[0], "rejected": TURNS[1]},
+        "chosen has no turn of the assistant",
     ),
     "pairs of text without a prompt": ({"chosen": "a", "rejected": "b"}, "has no prompt"),
     "an answer that asks something else": (
