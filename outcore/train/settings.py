@@ -15,6 +15,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from outcore.data.chat_tokens import LossOn
 from outcore.data.row_format import RowFormat
 from outcore.store.disk_budget import parse_disk
+from outcore.train.usual_names import USUAL_NAMES
 from outcore.units import parse_budget
 
 Schedule = Literal["cosine", "linear", "constant"]
@@ -183,6 +184,8 @@ def settings_of(values: Mapping[str, Any]) -> TrainSettings:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f": {close[0]}?" if close else "; outcore train --help names them all"
+            if name in USUAL_NAMES:
+                hint = f": here it is {USUAL_NAMES[name]}"
             raise ValueError(f"unknown setting {name!r}{hint}")
     missing = [name for name in ("model", "data", "output") if values.get(name) is None]
     if missing:

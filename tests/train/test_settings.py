@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from outcore.train.settings import (
     settings_of,
     with_seq_len,
 )
+from outcore.train.usual_names import USUAL_NAMES
 
 LEAST = {"model": "m", "data": "d.jsonl", "output": "o"}
 
@@ -51,12 +54,20 @@ def test_the_learning_rate_is_that_of_the_method() -> None:
     assert settings_of({**LEAST, "lora": True, "lr": 3e-4}).learning_rate == 3e-4
 
 
+def test_usual_names_lead_to_settings() -> None:
+    names = {field.name for field in fields(TrainSettings)}
+    for usual, here in USUAL_NAMES.items():
+        assert usual not in names
+        assert re.split(r"\W", here)[0] in names
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model": None}, "missing: model"),
         ({"lerning_rate": 1}, "unknown setting 'lerning_rate'"),
         ({"max_step": 1}, "max_steps\\?"),
+        ({"learning_rate": 1e-5}, "unknown setting 'learning_rate': here it is lr$"),
         ({"max_steps": 0}, "max_steps must be at least 1, not 0"),
         ({"schedule": "cubic"}, "cosine, linear, constant"),
         ({"held_out": 1.5}, "held_out must be from 0 to below 1"),
