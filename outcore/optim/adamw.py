@@ -20,6 +20,7 @@ from outcore.errors import NonFiniteGradient, OutcoreError, OutOfBudget
 from outcore.kernels import AdamWScalars, has_library
 from outcore.left_to_python import left_to_python
 from outcore.optim.global_norm import GlobalNorm
+from outcore.optim.hyperparameters import check_values_of_groups, put_values, values_of
 from outcore.optim.late_changes import LateChanges, check_trainable
 from outcore.optim.param_groups import (
     ParamsArg,
@@ -267,18 +268,11 @@ class AdamW(torch.optim.Optimizer):
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Return each group's values, without its parameters."""
-        return [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+        return values_of(self.param_groups)
 
     def check_hyperparameters(self, hyperparameters: Sequence[dict[str, Any]]) -> None:
         """Raise ValueError or TypeError for what ``resume`` could not take."""
-        if len(hyperparameters) != len(self.param_groups):
-            raise ValueError(
-                f"it has {len(hyperparameters)} param groups, and {len(self.param_groups)} are here"
-            )
-        for index, values in enumerate(hyperparameters):
-            if not isinstance(values, dict) or not set(HYPERPARAMETERS) <= values.keys():
-                raise ValueError(f"param group {index} lacks some of {', '.join(HYPERPARAMETERS)}")
-            check_values(**{name: values[name] for name in HYPERPARAMETERS})
+        check_values_of_groups(hyperparameters, self.param_groups)
 
     def resume(
         self,
@@ -294,9 +288,7 @@ class AdamW(torch.optim.Optimizer):
         if step_counts is None:
             step_counts = dict.fromkeys(self._counts.by_name(), num_steps)
         self.check_step_counts(step_counts, num_steps)
-        for group, values in zip(self.param_groups, hyperparameters, strict=True):
-            values = {k: v for k, v in values.items() if k != "params"}
-            group.update({k: _as_before(group.get(k), v) for k, v in values.items()})
+        put_values(hyperparameters, self.param_groups)
         self._step = num_steps
         self._count_on(step_counts)
         self._backend.state_replaced(self._backend.units, with_remainder=False)
@@ -488,10 +480,3 @@ class AdamW(torch.optim.Optimizer):
     def _count_on(self, counts: dict[str, int]) -> None:
         self._counts.replace(counts)
         self._segments.forget()
-
-
-def _as_before(before: Any, value: Any) -> Any:
-    """Return a plain value in the type that a group has: schedulers compute in that of lr."""
-    if isinstance(before, Tensor):
-        return torch.full_like(before, value)
-    return tuple(value) if isinstance(value, list) else value
