@@ -116,5 +116,9 @@ class Choices:
         return np.clip(self.num_visits - 1, 0, 2)
 
     def distinct(self) -> Choices:
-        table = np.stack([getattr(self, name) for name in NAMES], axis=1)
-        return Choices(**dict(zip(NAMES, np.unique(table, axis=0).T, strict=True)))
+        """Return each once, ordered by its fields; np.unique of rows takes ten times as long."""
+        table = np.stack([getattr(self, name) for name in NAMES])
+        table = table[:, np.lexsort(table[::-1])]
+        is_new = np.ones(table.shape[1], dtype=np.bool_)
+        is_new[1:] = (table[:, 1:] != table[:, :-1]).any(axis=0)
+        return Choices(**dict(zip(NAMES, table[:, is_new], strict=True)))

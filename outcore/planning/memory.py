@@ -233,7 +233,7 @@ class MemoryModel:
         ``offloads``: other blocks' inputs wait on the host.
         """
         # The hidden states after the last block and their gradient are there throughout.
-        always = 2 * self._stream_bytes + self._mask_bytes()
+        always = 2 * self._stream_bytes + self._mask_bytes
         if self._is_gpu:
             in_blocks = float((self._graph_bytes + self._beside_bytes).max())
             most = max(in_blocks, self._loss_bytes()) + always
@@ -250,7 +250,7 @@ class MemoryModel:
         num_streams = 1 + self._is_split - min(1, self._num_norms)
         gone = max(self._inputs) if offloads else 0
         in_blocks = self._in_turn(keeps, self._saved_bytes, self._derivative_bytes)
-        return in_blocks + num_streams * self._stream_bytes + self._mask_bytes() - gone
+        return in_blocks + num_streams * self._stream_bytes + self._mask_bytes - gone
 
     def _in_turn(self, keeps: Sequence[bool], graphs: _Sizes, besides: _Sizes) -> float:
         """Return the most beside what is kept, where each block's graph goes as it is used.
@@ -344,6 +344,7 @@ class MemoryModel:
         head = 4 * spec.head_parameters if is_trained else 0
         return float(num_logits * BYTES_OF[self._job.dtype] + head)
 
+    @cached_property
     def _mask_bytes(self) -> int:
         """Masks of the whole batch: one for all blocks that see the same keys."""
         job = self._job
