@@ -27,7 +27,7 @@ def python_words(asked: Job, changed: Job, machine: Machine) -> str:
     differences = _differences(asked, changed, machine)
     words = [arguments[name].format(value) for name, value in differences]
     words += _memory_words(asked, changed, machine)
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+    return _listed(words)
 
 
 def command_line_words(asked: Job, changed: Job, machine: Machine) -> str:
@@ -44,7 +44,12 @@ def command_line_words(asked: Job, changed: Job, machine: Machine) -> str:
     differences = _differences(asked, changed, machine)
     # The command picks the type itself.
     words = " ".join(options[n].format(value) for n, value in differences if n in options)
-    return " with ".join(filter(None, [words, *_memory_words(asked, changed, machine)]))
+    memory = _memory_words(asked, changed, machine)
+    return " with ".join(filter(None, [words, _listed(memory)]))
+
+
+def _listed(words: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
 def is_beyond(changed: Job, asked: Job, machine: Machine) -> bool:

@@ -1,7 +1,8 @@
 """Changes of a job with which a plan fits, each found by trying it.
 
 Single changes first. Where none of them fits this machine, the first pair that does; where no pair
-does, the first three, and so on. Where nothing does, what the machine would have to have.
+does, the first three, and so on. Where nothing does, what the machine would have to have, with the
+changes that make this less.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from outcore.machine.machine import Machine
 from outcore.planning.change_words import is_beyond
 from outcore.planning.choices import TIERS
 from outcore.planning.device_type import device_type, is_parted
+from outcore.planning.larger_machine import PRICES, is_far, simplest, worth_naming
 from outcore.planning.memory import DEVICE_SHARE, HOST_SHARE, PROCESS_BYTES, budgets_of
 from outcore.planning.plan import Budgets, Job, StateFormat, Tier
 from outcore.store.allocator_slack import SHARE, budget_to_fill
@@ -40,20 +42,18 @@ class Changes:
         self._rows: dict[Job, NDArray[np.int64]] = {}
 
     def fitting(self) -> list[Job]:
-        """Return changed jobs that fit: on this machine, the nearest first, then on a larger one.
-
-        Nothing in it may fit; then larger budgets of all tiers do.
-        """
-        grown = [job for job in map(self._larger_budget, TIERS) if job is not None]
+        """Return changed jobs that fit: on this machine, nearest first, then on a larger one."""
+        asked = [job for job in map(self._larger_budget, TIERS) if job is not None]
+        grown = list(filter(self._fits, asked))
         grown.sort(key=self._growth)
         beyond = [job for job in grown if is_beyond(job, self._job, self._machine)]
         here = [*self._single(), *(job for job in grown if job not in beyond)]
         here.sort(key=self._rank)
         if not here:
             here = [job for job in [self._together()] if job is not None]
-        if not here:
-            beyond = [*(job for job in self._larger_disk() if job not in beyond), *beyond]
-        return [*here, *beyond] or self._all_larger()
+        if here:
+            return [*here, *(job for job in beyond if not is_far(job, self._machine))]
+        return self._larger_machines(beyond)
 
     def _rank(self, changed: Job) -> int:
         """The disk and budgets first, then what changes the step, then what changes numbers."""
@@ -87,6 +87,18 @@ class Changes:
 
     def _nearest(self, changed: Job) -> Job:
         """Return the same change with as many tokens and as little disk as fit."""
+        changed = self._with_most_tokens(changed)
+        if changed.budgets.disk_bytes is None and self._job.budgets.disk_bytes == 0:
+            size = min(_round_up(self._least_disk(changed)), self._machine.disk_bytes)
+            changed = replace(changed, budgets=replace(changed.budgets, disk_bytes=size))
+        return changed
+
+    def _least_disk(self, job: Job) -> int:
+        rows = self._needed(job)
+        fits = (rows <= self._limits(job)).all(axis=1)
+        return int(rows[fits, TIERS.index("disk")].min())
+
+    def _with_most_tokens(self, changed: Job) -> Job:
         if changed.tokens != self._job.tokens:
             low, high = 1, self._job.sequences - 1
             while low < high:
@@ -96,15 +108,10 @@ class Changes:
             changed = replace(changed, tokens=low * changed.seq_len)
             if changed.micro_batch is not None:  # no more at a time than there are
                 changed = replace(changed, micro_batch=min(changed.micro_batch, low))
-        if changed.budgets.disk_bytes is None and self._job.budgets.disk_bytes == 0:
-            rows, limits = self._needed(changed), self._limits(changed)
-            disk = rows[(rows <= limits).all(axis=1), TIERS.index("disk")]
-            size = min(_round_up(int(disk.min())), self._machine.disk_bytes)
-            changed = replace(changed, budgets=replace(changed.budgets, disk_bytes=size))
         return changed
 
     def _larger_budget(self, tier: Tier, job: Job | None = None) -> Job | None:
-        """Return the job with the least growth of one tier's budget with which it fits."""
+        """Return the job with the least growth of one tier's budget with which it may fit."""
         job = job or self._job
         index, rows = TIERS.index(tier), self._needed(job)
         fits = rows <= self._limits(job)
@@ -112,21 +119,7 @@ class Changes:
         alone = rows[fits.all(axis=1), index]
         if not len(alone):
             return None
-        larger = replace(job, budgets=self._budgets(job, {tier: int(alone.min())}))
-        return larger if self._fits(larger) else None
-
-    def _larger_disk(self) -> list[Job]:
-        """Return the job with a disk that the machine lacks, if that is all it lacks.
-
-        In two passes if need be: gradients that wait for clipping stay on the host.
-        """
-        disk = replace(self._job.budgets, disk_bytes=_ANY_DISK_BYTES)
-        asked = replace(self._job, budgets=disk)
-        two_pass = replace(asked, clipping="two-pass") if asked.gradients_wait else asked
-        for job in (asked, two_pass):
-            if (larger := self._larger_budget("disk", job)) is not None:
-                return [larger]
-        return []
+        return replace(job, budgets=self._budgets(job, {tier: int(alone.min())}))
 
     # --- several at once ------------------------------------------------------------------------
 
@@ -140,20 +133,36 @@ class Changes:
     def _several(self) -> Iterator[Job]:
         """Yield pairs, then changes with larger budgets, then three changes and more."""
         kinds = list(dict.fromkeys(kind for kind, _ in self._moves(self._job)))
-        fits_at_all = any(map(self._fits, self._combined(kinds)))
-        if fits_at_all:
-            for pair in combinations(kinds, 2):
+        several = list(self._worth_trying(kinds, self._fits))
+        for pair in several:
+            if len(pair) == 2:
                 yield from self._combined(pair)
         yield from self._here(self._with_larger_budgets())
-        if fits_at_all:
-            for count in range(3, len(kinds) + 1):
-                for several in combinations(kinds, count):
-                    yield from self._combined(several)
-        elif any(map(self._is_held, self._combined(kinds))):
-            for count in range(2, len(kinds) + 1):
-                for several in combinations(kinds, count):
-                    for job in filter(self._is_held, self._combined(several)):
-                        yield from self._here(self._all_larger(job))
+        for more in several:
+            if len(more) > 2:
+                yield from self._combined(more)
+        if not several:
+            for together in self._worth_trying(kinds, self._is_held):
+                for job in filter(self._is_held, self._combined(together)):
+                    yield from self._here([self._all_larger(job)])
+
+    def _worth_trying(
+        self, kinds: Sequence[str], holds: Callable[[Job], bool]
+    ) -> Iterator[tuple[str, ...]]:
+        """Yield kinds to change together, the fewest first, for whose changes this may hold.
+
+        More changes need no more bytes: what does not hold for all changes but one does not hold
+        without that one.
+        """
+
+        def may_hold(changed: Sequence[str]) -> bool:
+            return any(map(holds, self._combined(changed)))
+
+        if not may_hold(kinds):
+            return
+        must = {kind for kind in kinds if not may_hold([k for k in kinds if k != kind])}
+        for count in range(2, len(kinds) + 1):
+            yield from (them for them in combinations(kinds, count) if must <= set(them))
 
     def _here(self, jobs: Iterable[Job | None]) -> Iterator[Job]:
         """Yield those that ask for no more than the machine has."""
@@ -167,25 +176,24 @@ class Changes:
         for changed in moves:
             yield from (self._larger_budget(tier, changed) for tier in TIERS)
         for changed in (self._job, *moves):
-            yield from self._all_larger(changed)
+            yield self._all_larger(changed)
 
-    def _combined(self, kinds: Sequence[str]) -> list[Job]:
+    def _combined(self, kinds: Sequence[str], job: Job | None = None) -> list[Job]:
         """Return the job with a change of each kind."""
-        jobs = [self._job]
+        jobs = [job or self._job]
         for kind in kinds:
             jobs = [new for job in jobs for of, new in self._moves(job) if of == kind]
         return jobs
 
-    def _all_larger(self, job: Job | None = None) -> list[Job]:
-        """Return the job with larger budgets of every tier that is short, if that fits.
+    def _all_larger(self, job: Job) -> Job:
+        """Return the job with larger budgets of every tier that is short.
 
-        Within what the machine has, where some choice is.
+        Within what the machine has, where some choice is; else what costs least.
         """
-        job = job or self._job
         rows, limits = self._needed(job), self._limits(job)
         held = self._held(job, rows)
         rows = rows[held] if held.any() else rows
-        nearest = rows[int(np.argmin(np.maximum(0, rows - limits).sum(axis=1)))]
+        nearest = rows[int(np.argmin(np.maximum(0, rows - limits) @ PRICES))]
         short: dict[Tier, int] = {
             tier: int(need)
             for tier, need, limit in zip(TIERS, nearest, limits, strict=True)
@@ -193,8 +201,7 @@ class Changes:
         }
         if is_parted(self._machine) and "device" in short:  # what it takes, the host has no longer
             short["host"] = int(nearest[TIERS.index("host")])
-        larger = replace(job, budgets=self._budgets(job, short))
-        return [larger] if self._fits(larger) else []
+        return replace(job, budgets=self._budgets(job, short))
 
     def _is_held(self, job: Job) -> bool:
         return bool(self._held(job, self._needed(job)).any())
@@ -210,6 +217,54 @@ class Changes:
             fits[:, TIERS.index("device")] = fits[:, TIERS.index("host")] = parts
         held: NDArray[np.bool_] = np.logical_and.reduce(fits, axis=1)
         return held
+
+    # --- a larger machine -----------------------------------------------------------------------
+
+    def _larger_machines(self, single: Sequence[Job]) -> list[Job]:
+        """Return what the machine would have to have, with the changes that make it less.
+
+        single: larger budgets of one tier, of the job as it is.
+        """
+        named = worth_naming(
+            [*single, *(larger for job in self._step_changes() for larger in self._larger(job))],
+            self._machine,
+        )
+        others = []
+        for kind, moved in self._moves(self._job):
+            if kind in ("tokens", "state"):
+                ways = [way for job in self._step_changes(moved) for way in self._larger(job)]
+                if (other := simplest(ways, self._machine)) is not None:
+                    others.append(other)
+        named = worth_naming([*reversed(named), *others], self._machine)
+        named.sort(key=others.__contains__)  # what changes the numbers comes last
+        return list(filter(self._fits, map(self._with_most_tokens, named)))
+
+    def _step_changes(self, moved: Job | None = None) -> Iterator[Job]:
+        """Yield the job, then with changes that cost only time; each without and with a disk.
+
+        ``moved``: the job as it is changed already; then only with a disk.
+        """
+        kinds = [kind for kind, _ in self._moves(moved or self._job)]
+        step = [kind for kind in ("clipping", "micro-batch") if kind in kinds]
+        for count in range(len(step) + 1):
+            for some in combinations(step, count):
+                for job in self._combined(some, moved):
+                    if moved is None:
+                        yield job
+                    any_disk = replace(job.budgets, disk_bytes=_ANY_DISK_BYTES)
+                    yield replace(job, budgets=any_disk)
+
+    def _larger(self, job: Job) -> list[Job]:
+        """Return the job with the larger budgets that cost least and as little disk as fits."""
+        larger = self._all_larger(job)
+        if not self._fits(larger):
+            return []
+        if larger.budgets.disk_bytes == _ANY_DISK_BYTES:
+            size, asked = self._least_disk(larger), self._job.budgets
+            is_more = size > self._limits(self._job)[TIERS.index("disk")]
+            disk_bytes = _round_up(size) if is_more else asked.disk_bytes
+            larger = replace(larger, budgets=replace(larger.budgets, disk_bytes=disk_bytes))
+        return [larger]
 
     # --- what fits ------------------------------------------------------------------------------
 

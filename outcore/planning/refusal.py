@@ -16,6 +16,7 @@ from outcore.machine.machine import Machine
 from outcore.planning.change_words import command_line_words, python_words
 from outcore.planning.changes import Changes, Needs
 from outcore.planning.choices import TIERS
+from outcore.planning.larger_machine import PRICES
 from outcore.planning.plan import Job
 from outcore.units import format_bytes
 
@@ -63,12 +64,12 @@ def refuse(job: Job, machine: Machine, limits: dict[str, int], needs: Needs) -> 
 
 
 def _nearest(over: NDArray[np.int64]) -> int:
-    """Return the choice to tell of: few bytes are missing, in few tiers, on the device last.
+    """Return the choice to tell of: what is missing costs little, in few tiers, on the device last.
 
-    over: by choice and tier. What is missing can be parted between tiers in many ways, with nearly
-    the same sum; nobody adds a little of each, and memory of a device least of all.
+    over: by choice and tier. What is missing can be parted between tiers in many ways, for nearly
+    the same price; nobody adds a little of each, and memory of a device least of all.
     """
-    total = over.sum(axis=1)
+    total = over @ PRICES
     near = np.flatnonzero(total <= _NEARLY_THE_LEAST * total.min())
     num_tiers = (over[near] > 0).sum(axis=1)
     by_importance = num_tiers, over[near, TIERS.index("device")], total[near]
