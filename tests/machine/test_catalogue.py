@@ -87,6 +87,20 @@ def test_figures_are_in_sane_ranges(machine: Machine) -> None:
         assert 1.3 <= machine.fp8_matmul_flops_s / machine.matmul_flops_s <= 2.1
 
 
+def test_both_ways_at_once_fit_through_the_memory_of_the_host(machine: Machine) -> None:
+    if not machine.is_unified:
+        assert 2 * machine.both_ways_bytes_s <= machine.host_read_bytes_s / 0.85
+
+
+def test_one_gpu_of_several_has_its_share_of_the_host_and_of_the_price() -> None:
+    superchip, one = machine_named("gh200"), machine_named("gb200")  # one Grace for one, for two
+    for name in ("host_memory_bytes", "num_cores", "host_read_bytes_s", "host_update_bytes_s"):
+        assert 2 * getattr(one, name) == pytest.approx(getattr(superchip, name))
+    assert one.price_per_hour == pytest.approx(9.08 / 2)
+    eighth = machine_named("b200")  # of two sockets with eight channels at 4800 MT/s each
+    assert eighth.host_update_bytes_s < eighth.host_read_bytes_s < 2 * 8 * 4.8e9 * 8 / 8
+
+
 def test_one_memory_is_marked(machine: Machine) -> None:
     assert machine.is_unified == (machine.name in UNIFIED)
     if machine.is_unified:
