@@ -95,6 +95,7 @@ def test_the_list_needs_no_torch() -> None:
     ("arguments", "message"),
     [
         (["--disk", "/no/such/place"], "/no/such/place is no directory"),
+        (["--disk", ""], "--disk: an empty name is no directory"),
         (["--list", "--disk", "/tmp"], "--list: measures nothing"),
         (["--list", "--refresh"], "--list: measures nothing"),
         (["--json", "/no/such/place/x.json"], "/no/such/place is no directory"),

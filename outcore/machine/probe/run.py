@@ -231,6 +231,8 @@ def notes_on(disk: DiskFigures) -> list[str]:
 def _folder(disk: str | Path | None) -> Path | None:
     if disk is None:
         return None
+    if not str(disk).strip():  # a path of nothing would be the current directory
+        raise ValueError("an empty name is no directory; name one on the disk, such as '/mnt/nvme'")
     folder = Path(disk).expanduser()
     if not folder.is_dir():
         raise ValueError(f"{folder} is no directory; name one on the disk that is to be measured")
