@@ -1,19 +1,22 @@
 """Tables that stay readable in a narrow terminal.
 
 Cells wrap between words, never inside a figure; where that does not suffice, whole columns are left
-out, the least important first, and named beneath the table.
+out, the least important first, and named beneath the table. Where not even the others fit, all
+cells of a row stand beneath each other.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Column, Table
+from rich.text import Text
 
 _MOST_COLUMNS = 1000  # for measuring cells: as wide as they like
 
@@ -37,9 +40,23 @@ class FittingTable(Table):
             shown = self._fitted(kept, console, options)
             if shown is not None:
                 break
-        yield from Table.__rich_console__(shown or self, console, options)
-        if shown is not None and left_out:
+        if shown is None:
+            yield from self._rows_in_lines(console)
+            return
+        yield from Table.__rich_console__(shown, console, options)
+        if left_out:
             yield f"[dim]too narrow for: {', '.join(left_out)}[/]"
+
+    def _rows_in_lines(self, console: Console) -> Iterator[RenderableType]:
+        """Yield the first cell of each row, and beneath it the others with their headers."""
+        for cells in zip(*(column.cells for column in self.columns), strict=True):
+            for index, (column, cell) in enumerate(zip(self.columns, cells, strict=True)):
+                if not cell:
+                    continue
+                shown = console.render_str(cell) if isinstance(cell, str) else cell
+                if index and column.header and self.show_header and isinstance(shown, Text):
+                    shown = Text.assemble(f"{column.header}: ", shown)
+                yield Padding(shown, (0, 0, 0, 2 if index else 0), expand=False)
 
     def _fitted(
         self, columns: list[Column], console: Console, options: ConsoleOptions

@@ -60,6 +60,17 @@ def test_columns_go_in_the_order_given_and_are_named(width: int, left_out: list[
     assert " ".join(lines[-2:]).endswith(f"too narrow for: {', '.join(left_out)}")
 
 
+def test_where_nothing_fits_all_cells_stand_beneath_each_other() -> None:
+    assert shown(make_table(), 15) == [
+        "two words",
+        "  second one:",
+        "  12,345",
+        "  third: 300.5",
+        "  GiB",
+        "  a fourth: 4",
+    ]
+
+
 def test_a_table_that_was_shown_narrow_is_whole_again_when_wide() -> None:
     table = make_table()
     shown(table, 24)

@@ -77,7 +77,8 @@ def homes_table(plan: Plan) -> FittingTable:
 
 def memory_table(plan: Plan, machine: Machine | None = None) -> FittingTable:
     """Return the bytes of each tier by purpose, largest first, and the peak against the budget."""
-    table = _table("memory", "purpose", "bytes", "of budget", right=(2, 3), whole=(0, 1, 2))
+    columns = "memory", "purpose", "bytes", "of budget"
+    table = _table(*columns, right=(2, 3), whole=(0, 1, 2), goes_first=("of budget",))
     budgets = budget_bytes(plan, machine)
     for tier in TIERS:
         purposes = sorted(plan.peak_bytes.get(tier, {}).items(), key=lambda item: -item[1])
@@ -129,10 +130,13 @@ def conclusions(plan: Plan, smaller: SmallerBudget | None = None) -> list[Render
 
 
 def _table(
-    *headers: str, right: tuple[int, ...] = (), whole: tuple[int, ...] = (0,)
+    *headers: str,
+    right: tuple[int, ...] = (),
+    whole: tuple[int, ...] = (0,),
+    goes_first: tuple[str, ...] = (),
 ) -> FittingTable:
     """Return a table with these columns; those in ``whole`` never wrap."""
-    table = FittingTable()
+    table = FittingTable(goes_first=goes_first)
     for index, header in enumerate(headers):
         side: Literal["left", "right"] = "right" if index in right else "left"
         table.add_column(header, justify=side, no_wrap=index in whole)

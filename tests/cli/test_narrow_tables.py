@@ -36,6 +36,16 @@ def figures(text: str) -> set[str]:
     return set(re.findall(r"\d[\d,.]*", text))
 
 
+def test_a_plan_and_the_catalogue_in_half_a_terminal() -> None:
+    plan = explain(make_plan(), machine=make_machine())
+    assert figures(shown(plan, 28)) == figures(shown(plan, 200))
+    text = shown(plan, 40)
+    assert "too narrow for: of budget" in text
+    assert re.search(r"\n  busy s: [\d.]+\n  of the step: \S+ +\d+%\n  binds\n", text)
+    catalogue = catalogue_table([machine_named(name) for name in catalogue_names()])
+    assert figures(shown(catalogue, 40)) == figures(shown(catalogue, 200))
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_plan(width: int) -> None:
     table = explain(make_plan(), machine=make_machine())
