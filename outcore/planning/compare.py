@@ -31,6 +31,9 @@ class Assumptions:
     sharded_efficiency: float = 0.85  # of a lone GPU's speed, where weights are gathered
     gradient_bytes_per_parameter: int = 2  # bf16, exchanged between machines once a step
     wrong_tool_days: float = 30.0
+    # Sets to fine-tune on have millions of tokens to a few billion; models are trained further, and
+    # from nothing, on tens of billions and more.
+    pre_training_tokens: float = 1e10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,21 +223,31 @@ def verdict_sentences(comparison: Comparison) -> list[str]:
     if offload.days > limit_days:
         sentences.append(
             f"Offloading is the wrong tool for this: {format_duration(offload.seconds)} is more "
-            f"than {limit_days:g} days. So many tokens are large-scale pre-training; "
+            f"than {limit_days:g} days. {_why(comparison)}; "
             f"{_instead(resident, comparison.assumptions)}."
         )
     return sentences
 
 
+def _why(comparison: Comparison) -> str:
+    if comparison.train_tokens >= comparison.assumptions.pre_training_tokens:
+        return "So many tokens are large-scale pre-training"
+    are_slow = "This machine is" if comparison.offload.num_gpus == 1 else "These machines are"
+    return f"{are_slow} slow for so many tokens"
+
+
 def _instead(resident: Way | None, assume: Assumptions) -> str:
     if resident is None:
-        return "it needs GPUs with more memory, and many of them"
+        return "this needs GPUs with more memory, and many of them"
     limit_days = assume.wrong_tool_days
-    enough = math.ceil(resident.num_gpus * resident.days / limit_days)
-    if enough > resident.num_gpus == 1:  # several are not as fast each as the lone one
-        enough = math.ceil(resident.days / limit_days / assume.sharded_efficiency)
-    enough = max(resident.num_gpus, enough)
-    return f"{_gpus(enough)} that hold the model would end within {limit_days:g} days"
+    if resident.days <= limit_days:
+        takes = "takes" if resident.num_gpus == 1 else "take"
+        without = "without offloading" if resident.num_gpus == 1 else "that hold the model"
+        return f"{_gpus(resident.num_gpus)} {without} {takes} {format_duration(resident.seconds)}"
+    enough = resident.num_gpus * resident.days / limit_days
+    if resident.num_gpus == 1:  # several are not as fast each as the lone one
+        enough /= assume.sharded_efficiency
+    return f"{_gpus(math.ceil(enough))} that hold the model would end within {limit_days:g} days"
 
 
 def _against(offload: Way, resident: Way) -> str:

@@ -114,6 +114,21 @@ def test_pre_training_is_the_wrong_job_for_it() -> None:
     assert len(verdict_sentences(comparison(train_tokens=15e12, assumptions=patient))) == 1
 
 
+def test_few_tokens_on_a_slow_machine_are_no_pre_training() -> None:
+    plan = make_plan()
+    slow = replace(plan, prediction=replace(plan.prediction, step_s=400.0))
+    result = comparison(plan=slow, train_tokens=3e8)
+    assert result.resident is not None
+    wrong = verdict_sentences(result)[-1]
+    assert "42.4 days is more than 30 days. This machine is slow for so many tokens; " in wrong
+    time = format_duration(result.resident.seconds)
+    assert wrong.endswith(f"; {result.resident.num_gpus} GPUs that hold the model take {time}.")
+    several = verdict_sentences(comparison(plan=slow, train_tokens=6e8, num_gpus=2))[-1]
+    assert "These machines are slow for so many tokens; " in several
+    many = verdict_sentences(comparison(plan=slow, train_tokens=1e10))[-1]
+    assert "So many tokens are large-scale pre-training; " in many
+
+
 def test_so_many_gpus_end_in_time_by_the_speed_that_they_are_said_to_have() -> None:
     """One holds the model and would take 109 days; of several each has 85% of its speed."""
     tokens_a_day = 86_400 * 32768 / 3.4
