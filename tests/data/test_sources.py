@@ -205,6 +205,9 @@ def test_a_compressed_file(tmp_path: Path) -> None:
         ('{"text": "a"}'.encode("utf-16"), "is UTF-16, .* iconv -f UTF-16 -t UTF-8"),
         (b"\xfe\xff" + '{"text": "a"}'.encode("utf-16-be"), "is UTF-16, .* iconv"),
     ],
+    # Named here: pytest would name them by their bytes, and gzip's have the time in them, which is
+    # another one in each process that the tests run in.
+    ids=["gzip", "UTF-16", "UTF-16, big-endian"],
 )
 def test_a_file_that_is_not_what_its_name_says(
     tmp_path: Path, make_cache: Any, name: str, data: bytes, why: str
