@@ -82,7 +82,7 @@ exactness() {
   # minutes.
   gpu_tests engine tests/passes tests/engine & jobs+=($!)
   if [ -f "$disk/smollm2.gguf" ]; then
-    within 420 python3 benchmarks/smollm2.py --gguf "$disk/smollm2.gguf" --json "$folder/smollm2.json" \
+    within 540 python3 benchmarks/smollm2.py --gguf "$disk/smollm2.gguf" --json "$folder/smollm2.json" \
       >"$disk/tests-smollm2.txt" 2>&1 & jobs+=($!)
   fi
   for job in "${jobs[@]}"; do wait "$job" || failed=1; done

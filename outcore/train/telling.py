@@ -49,7 +49,7 @@ class StepTeller:
         figures = replace(self._pending, loss=loss, more=more)
         self._pending = None
         self.loss = loss
-        self._display.step(figures)
+        # First on the disk: who reads of a step in the log finds it there.
         self._metrics.add(
             "train",
             figures.step,
@@ -62,3 +62,4 @@ class StepTeller:
             data_wait_s=figures.data_wait_s,
             **more,
         )
+        self._display.step(figures)
