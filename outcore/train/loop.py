@@ -47,6 +47,7 @@ from outcore.train.room import (
     model_bytes,
 )
 from outcore.train.run_values import RunValues
+from outcore.train.saved_model import save_model
 from outcore.train.schedule import LearningRate, warmup_steps
 from outcore.train.settings import TrainSettings, to_dict
 from outcore.train.steady_checkpoints import SteadyCheckpoints
@@ -237,7 +238,7 @@ class Run:
         goes_on = f"; --resume goes on from step {steps[-1]}" if steps else ""
         self.room_for_model.give_back()
         with self.display.saving(self.output), writing(self.output, f"Make room there{goes_on}."):
-            self.model.save_pretrained(self.output)
+            save_model(self.model, self.output, only_adapters=self.settings.lora)
             self.tokenizer.save_pretrained(self.output)
             copy_processor(Path(self.settings.model), self.output)
 

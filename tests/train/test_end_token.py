@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,26 @@ def test_ends_that_are_known_stay_as_they_are(files: Files, im_end: int) -> None
     output, said = trained(files, model=str(model))
     assert ends(output) == (known[0], known)
     assert SAID not in said
+
+
+@pytest.mark.parametrize(
+    "contradicting", [{"temperature": 0.9, "top_p": 0.6}, {"length_penalty": 1.2}]
+)
+@pytest.mark.parametrize("is_known", [False, True], ids=["another end", "the same end"])
+def test_settings_that_transformers_refuses_to_save(
+    files: Files, im_end: int, contradicting: dict[str, float], is_known: bool
+) -> None:
+    """Published models have such; the run ended in an error, with all that was trained."""
+    first = ends(files.model)[0]
+    known = [first, im_end] if is_known else [first]
+    model = write_model(files.folder / "model")
+    settings = {"eos_token_id": known, **contradicting}
+    (model / "generation_config.json").write_text(json.dumps(settings))
+    output, _ = trained(files, model=str(model), keep=0)
+    assert ends(output)[1] == (known if is_known else [im_end, first])
+    saved = GenerationConfig.from_pretrained(output)
+    assert {name: getattr(saved, name) for name in contradicting} == contradicting
+    assert (output / "model.safetensors").is_file()
 
 
 def test_adapters_have_no_configuration_of_the_model(files: Files, im_end: int) -> None:
