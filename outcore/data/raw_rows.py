@@ -40,6 +40,7 @@ class RawBatch:
     path: str
     rows: tuple[RawRow, ...]
     num_bytes: int  # of the file, that these rows took
+    other_columns: tuple[str, ...] = ()  # of a table, that were not read: their names, not all
 
 
 def in_batches(path: str, rows: Iterable[tuple[RawRow, int]]) -> Iterator[RawBatch]:

@@ -86,8 +86,11 @@ def find_row_format(row: Mapping[str, Any]) -> RowFormat:
         if all(field in row for field in fields):
             return row_format
     known = "; ".join(" + ".join(fields) for fields in _FIELDS.values())
-    found = ", ".join(sorted(map(str, row))) or "none that is known"
-    raise RowFault(f"the fields ({found}) are those of no format. The formats have: {known}")
+    found = ", ".join(sorted(map(str, row))) or "none"
+    raise RowFault(
+        f"the fields ({found}) are those of no format. The formats have: {known}. Rename a "
+        "question and its answer to prompt and completion, a chat to messages"
+    )
 
 
 def kind_of(row_format: RowFormat) -> str:
@@ -114,15 +117,15 @@ def example_of(row: Mapping[str, Any], row_format: RowFormat) -> Example:
 
 
 def _chat_of(row: Mapping[str, Any], row_format: RowFormat) -> Chat:
+    system = row.get("system")
     if row_format == "messages":
-        return _whole_chat(_messages(row["messages"], "messages"))
+        return _whole_chat(_with_system(system, _messages(row["messages"], "messages")))
     if row_format == "sharegpt":
-        turns = _sharegpt_messages(row["conversations"])
-        return _whole_chat(_with_system(row.get("system"), turns))
+        return _whole_chat(_with_system(system, _sharegpt_messages(row["conversations"])))
     if row_format == "prompt-completion":
-        return _answered(_prompt(row["prompt"]), row["completion"], "completion")
+        return _answered(_prompt(row["prompt"]), row["completion"], "completion", system)
     assert row_format == "alpaca"
-    return _answered(_alpaca_prompt(row), text_of(row["output"], "output"), "output")
+    return _answered(_alpaca_prompt(row), text_of(row["output"], "output"), "output", system)
 
 
 def _tools(value: object) -> tuple[dict[str, Any], ...]:
@@ -131,13 +134,27 @@ def _tools(value: object) -> tuple[dict[str, Any], ...]:
         try:
             value = parse_value(text_of(value, "tools").encode()) if value.strip() else None
         except RowFault as fault:
-            raise RowFault(f"tools {fault}") from None
+            raise RowFault(
+                f"tools {fault}. It is a list of objects, or such a list as JSON; what it is else, "
+                "belongs in another field"
+            ) from None
     if not value:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise RowFault("tools must be a list of objects, or such a list as JSON in a text")
+        raise RowFault(
+            "tools must be a list of objects, or such a list as JSON in a text. What it is else, "
+            "belongs in another field"
+        )
     checked_values(value, "tools")
-    return tuple(value)
+    return tuple(map(_as_function, value))
+
+
+def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as templates look for it; many rows have what is inside alone."""
+    if "function" in tool or not isinstance(tool.get("name"), str):
+        return tool
+    inside = {name: value for name, value in tool.items() if name != "type"}
+    return {"type": "function", "function": inside}
 
 
 def _refuse_labels(row: Mapping[str, Any]) -> None:
@@ -163,13 +180,16 @@ def _pair(row: Mapping[str, Any]) -> Pair:
     shared = () if is_answer else _shared_turns(chosen, rejected)
     if shared[len(shared) - len(asked) :] == asked:  # the prompt may name the last turn alone
         asked = shared
-    return Pair(_answered(asked, chosen, "chosen"), _answered(asked, rejected, "rejected"))
+    system = row.get("system")
+    return Pair(
+        _answered(asked, chosen, "chosen", system), _answered(asked, rejected, "rejected", system)
+    )
 
 
 def _question(row: Mapping[str, Any]) -> tuple[Message, ...]:
     """Return what is asked in the fields of another format, where LLaMA-Factory has it."""
     if row.get("conversations") is not None:
-        return _with_system(row.get("system"), _sharegpt_messages(row["conversations"]))
+        return _sharegpt_messages(row["conversations"])
     if row.get("instruction") is not None:
         return _alpaca_prompt(row)
     raise RowFault("has no prompt: without one, chosen and rejected must be lists of messages")
@@ -213,8 +233,11 @@ def _of_those(messages: tuple[Message, ...]) -> str:
     return " that is learned (weight 0, or train false)" if has_answers else ""
 
 
-def _answered(prompt: tuple[Message, ...], value: object, field: str) -> Chat:
-    """Return the prompt with its answer: a text, a message, or those after or with the prompt."""
+def _answered(prompt: tuple[Message, ...], value: object, field: str, system: object) -> Chat:
+    """Return the prompt with its answer: a text, a message, or those after or with the prompt.
+
+    system: what a field of the row tells the system, if anything.
+    """
     if isinstance(value, str):
         value = {"role": "assistant", "content": text_of(value, field)}
     if isinstance(value, dict):
@@ -230,7 +253,8 @@ def _answered(prompt: tuple[Message, ...], value: object, field: str) -> Chat:
             f"{field} starts with a turn of the {answer[0]['role']} and does not repeat the "
             "prompt as it is: which turns are the prompt cannot be told"
         )
-    return _chat((*prompt, *answer), len(prompt))
+    asked = _with_system(system, prompt)
+    return _chat((*asked, *answer), len(asked))
 
 
 def _asks_again(last: Message, first: Message) -> bool:
@@ -251,7 +275,7 @@ def _alpaca_prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
     if more is not None and text_of(more, "input"):
         text = f"{text}\n\n{more}"
     asked: Message = {"role": "user", "content": text}
-    return _with_system(row.get("system"), (*_alpaca_history(row.get("history")), asked))
+    return (*_alpaca_history(row.get("history")), asked)
 
 
 def _alpaca_history(value: object) -> Iterator[Message]:
@@ -269,9 +293,9 @@ def _with_system(value: object, turns: tuple[Message, ...]) -> tuple[Message, ..
     if value is None or not text_of(value, "system"):
         return turns
     told: Message = {"role": "system", "content": value}
-    if turns[0] == told:
+    if turns[:1] == (told,):
         return turns
-    if turns[0]["role"] == "system":
+    if turns and turns[0]["role"] == "system":
         raise RowFault("has a system text and another one as its first turn: which one counts?")
     return (told, *turns)
 
@@ -288,6 +312,8 @@ def _message(value: object, field: str) -> Message:
         raise RowFault(f"{field} must be an object with role and content")
     # Tables fill what a message does not have with nulls; a template must not see those.
     message = {key: inner for key, inner in value.items() if inner is not None}
+    if message.get("tool_calls") == []:  # for some templates any list is a call
+        del message["tool_calls"]
     role = text_of(message.get("role"), f"{field}.role")
     if role not in _ROLES:
         raise RowFault(f"{field}.role is {role[:40]!r}, and none of {', '.join(sorted(_ROLES))}")

@@ -71,12 +71,11 @@ def find_sources(paths: Paths) -> tuple[Source, ...]:
 
 def _sources_at(path: Path) -> Iterator[Source]:
     if not path.exists():
-        raise ValueError(f"{path} does not exist{_of_pattern(path)}")
+        raise ValueError(f"{path} does not exist{_of_pattern(path) or _of_hub(path)}")
     if not path.is_dir():
         if not path.is_file():  # a pipe would never end, or never begin
             raise ValueError(f"{path} is no ordinary file: what is read twice must stay")
-        if decompress := _DECOMPRESS.get(path.suffix.lower()):
-            raise ValueError(f"{path} is compressed: decompress it first ({decompress} {path})")
+        _refuse_compressed(path)
         if path.suffix.lower() not in _SUFFIXES:
             raise ValueError(f"{path} is none of the files that can be read: {_known_files()}")
         yield Source(path, _kind(path))
@@ -87,8 +86,17 @@ def _sources_at(path: Path) -> Iterator[Source]:
         yield Source(path, "dataset")
     else:
         for file in sorted(path.rglob("*")):
-            if file.suffix.lower() in _SUFFIXES and file.is_file() and not _is_hidden(file, path):
+            if not file.is_file() or _is_hidden(file, path):
+                continue
+            if file.suffix.lower() in _SUFFIXES:
                 yield Source(file, _kind(file))
+            elif Path(file.stem).suffix.lower() in _SUFFIXES and not file.with_suffix("").exists():
+                _refuse_compressed(file)  # it would be left out
+
+
+def _refuse_compressed(path: Path) -> None:
+    if decompress := _DECOMPRESS.get(path.suffix.lower()):
+        raise ValueError(f"{path} is compressed: decompress it first ({decompress} {path})")
 
 
 def _of_pattern(path: Path) -> str:
@@ -99,6 +107,17 @@ def _of_pattern(path: Path) -> str:
     return (
         f", and patterns are not filled in: name the directory {folder}, or the files one by one "
         "(as a list; --data may be given several times)"
+    )
+
+
+def _of_hub(path: Path) -> str:
+    """Return what to do about what looks like the id of a dataset: none is fetched."""
+    if path.suffix or path.parent.exists() or path.parent.parent != Path.cwd():
+        return ""
+    name = path.relative_to(Path.cwd()).as_posix()
+    return (
+        f". If {name} is a dataset of the Hub, save it first, in Python: "
+        f"datasets.load_dataset({name!r}, split='train').save_to_disk('DIR'), and name DIR"
     )
 
 

@@ -16,6 +16,7 @@ from outcore.errors import MissingLibrary
 from outcore.limited_json import read_limited
 
 _ROWS_AT_ONCE = 256
+_NAMED_COLUMNS = 20  # of those that are not read
 # What pyarrow and datasets raise about a file: also of columns with one name, and dates of Python.
 _FAULTS = (OSError, ValueError, KeyError, TypeError, OverflowError)
 _SAFE_PYARROW = (14, 0, 1)  # CVE-2023-47248: before, a file's types could bring a pickle along
@@ -30,9 +31,10 @@ def read_parquet(path: Path, columns: frozenset[str]) -> Iterator[RawBatch]:
     try:
         with parquet.ParquetFile(path, memory_map=False, pre_buffer=False) as file:
             num_rows = max(1, file.metadata.num_rows)
-            wanted = [name for name in file.schema_arrow.names if name in columns]
+            names = file.schema_arrow.names
+            wanted = [name for name in names if name in columns]
             for batch in file.iter_batches(_ROWS_AT_ONCE, columns=wanted, use_threads=False):
-                yield _batch(path, batch, wanted, done, size / num_rows)
+                yield _batch(path, batch, wanted, names, done, size / num_rows)
                 done += batch.num_rows
     except (pyarrow.ArrowException, *_FAULTS) as error:
         yield _broken(path, done, num_rows, error)
@@ -50,12 +52,13 @@ def read_saved_dataset(path: Path, columns: frozenset[str]) -> Iterator[RawBatch
     try:
         _check_saved_dataset(path)
         dataset = datasets.load_from_disk(str(path), keep_in_memory=False)
-        wanted = [name for name in dataset.column_names if name in columns]
+        names = list(dataset.column_names)
+        wanted = [name for name in names if name in columns]
         if wanted:
             dataset = dataset.select_columns(wanted)
         num_rows = max(1, len(dataset))
         for table in dataset.with_format("arrow").iter(_ROWS_AT_ONCE):
-            yield _batch(path, table, wanted, done, size / num_rows)
+            yield _batch(path, table, wanted, names, done, size / num_rows)
             done += table.num_rows
     except (pyarrow.ArrowException, *_FAULTS) as error:
         yield _broken(path, done, num_rows, error)
@@ -91,12 +94,15 @@ def _pyarrow(path: Path) -> Any:
     return pyarrow
 
 
-def _batch(path: Path, table: Any, wanted: list[str], done: int, row_bytes: float) -> RawBatch:
+def _batch(
+    path: Path, table: Any, wanted: list[str], names: list[str], done: int, row_bytes: float
+) -> RawBatch:
     """Return some rows; without any wanted column, rows without fields."""
     first, end = int(done * row_bytes), int((done + table.num_rows) * row_bytes)
     values = table.select(wanted).to_pylist() if wanted else [{}] * table.num_rows
     rows = tuple(RawRow(done + number, value) for number, value in enumerate(values, start=1))
-    return RawBatch(path=str(path), rows=rows, num_bytes=end - first)
+    others = tuple(name for name in names if name not in wanted)[:_NAMED_COLUMNS]
+    return RawBatch(path=str(path), rows=rows, num_bytes=end - first, other_columns=others)
 
 
 def _broken(path: Path, done: int, num_rows: int, error: Exception) -> RawBatch:

@@ -198,7 +198,7 @@ def _find_format(batch: RawBatch) -> RowFormat | None:
         except RowFault:
             continue
         try:
-            return find_row_format(fields)
+            return find_row_format({**dict.fromkeys(batch.other_columns), **fields})
         except RowFault as fault:  # not a matter of one row, so nothing to skip
             raise UnknownFormat(batch.path, row.line, str(fault)) from None
     return None

@@ -121,18 +121,42 @@ TURNS = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
 
 
 @pytest.mark.parametrize("told", ["be good", "", None])
-def test_a_system_text_beside_the_turns(told: str | None) -> None:
+@pytest.mark.parametrize("row_format", [name for name in ROWS if name != "text"])
+def test_a_system_text_beside_the_turns(row_format: Any, told: str | None) -> None:
+    row, without = ROWS[row_format]
     before = (SYSTEM,) if told else ()
-    alpaca = {"instruction": "hi", "output": "hello", "system": told}
-    assert example_of(alpaca, "alpaca") == Chat((*before, USER, ANSWER), len(before) + 1)
-    sharegpt = {"conversations": TURNS, "system": told}
-    assert example_of(sharegpt, "sharegpt") == Chat((*before, USER, ANSWER))
+
+    def with_system(chat: Chat) -> Chat:
+        first = chat.first_counted and chat.first_counted + len(before)
+        return Chat((*before, *chat.messages), first)
+
+    expected = (
+        Pair(with_system(without.chosen), with_system(without.rejected))
+        if isinstance(without, Pair)
+        else with_system(without)
+    )
+    assert example_of({**row, "system": told}, row_format) == expected
 
 
 def test_a_system_text_that_is_the_first_turn_as_well_counts_once() -> None:
     turns = [{"from": "system", "value": "be good"}, *TURNS]
-    row = {"conversations": turns, "system": "be good"}
+    row: dict[str, Any] = {"conversations": turns, "system": "be good"}
     assert example_of(row, "sharegpt") == Chat((SYSTEM, USER, ANSWER))
+    row = {"messages": [SYSTEM, USER, ANSWER], "system": "be good"}
+    assert example_of(row, "messages") == Chat((SYSTEM, USER, ANSWER))
+    whole = [SYSTEM, USER, ANSWER]
+    row = {"prompt": [SYSTEM, USER], "chosen": whole, "rejected": whole, "system": "be good"}
+    pair = Pair(Chat((SYSTEM, USER, ANSWER), 2), Chat((SYSTEM, USER, ANSWER), 2))
+    assert example_of(row, "preference") == pair
+    for name in ("prompt", "system"):
+        assert example_of({**row, name: None}, "preference") == pair
+    row = {
+        "prompt": "hi",
+        "chosen": [USER, ANSWER],
+        "rejected": [USER, ANSWER],
+        "system": "be good",
+    }
+    assert example_of(row, "preference") == pair
 
 
 @pytest.mark.parametrize("nothing", [[], None])
@@ -202,13 +226,23 @@ def test_nulls_that_a_table_puts_into_messages() -> None:
     assert example_of(row, "messages") == Chat((USER, ANSWER))
 
 
+def test_an_empty_list_of_calls_is_no_call() -> None:
+    row = {"messages": [USER, {**ANSWER, "tool_calls": []}]}
+    assert example_of(row, "messages") == Chat((USER, ANSWER))
+    with pytest.raises(ValueError, match="content must be text"):
+        example_of({"messages": [USER, {"role": "assistant", "tool_calls": []}]}, "messages")
+
+
 def test_a_call_of_a_tool_needs_no_content() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     example = example_of({"messages": [USER, call]}, "messages")
     assert example == Chat((USER, {"role": "assistant", "tool_calls": [{"name": "f"}]}))
 
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object"}},
+}
 
 
 @pytest.mark.parametrize("row_format", ROWS)
@@ -216,7 +250,8 @@ def test_the_tools_of_a_row(row_format: Any) -> None:
     row, expected = ROWS[row_format]
     for nothing in (None, [], "", " ", "[]"):
         assert example_of({**row, "tools": nothing}, row_format) == expected
-    for tools in ([TOOL], json.dumps([TOOL])):
+    flat = TOOL["function"]
+    for tools in ([TOOL], json.dumps([TOOL]), [flat], [{"type": "function", **flat}]):
         example = example_of({**row, "tools": tools}, row_format)
         if isinstance(example, Text):
             assert example == expected
@@ -386,6 +421,17 @@ def test_fields_of_no_format(tmp_path: Path, make_cache: Any) -> None:
     for on_bad_row in ("raise", "skip"):
         with pytest.raises(BadRow, match=r"the fields \(answer, question\) are those of no format"):
             make_cache(path, on_bad_row=on_bad_row)
+
+
+def test_columns_of_no_format(tmp_path: Path, make_cache: Any) -> None:
+    """Most of them are not read, and told all the same."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for row in ({"question": "a", "answer": "b"}, {"prompt": "a", "response": "b", "tools": "[]"}):
+        parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+        told = rf"the fields \({', '.join(sorted(row))}\) .* Rename .* to prompt and completion"
+        with pytest.raises(BadRow, match=told):
+            make_cache(tmp_path / "a.parquet")
 
 
 def test_a_parquet_file_of_chats(tmp_path: Path, make_cache: Any) -> None:

@@ -195,6 +195,24 @@ def test_a_compressed_file(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").touch()
     with pytest.raises(ValueError, match=r"decompress it first \(gzip -d .*/a\.jsonl\.gz\)"):
         find_sources(tmp_path / "a.jsonl.gz")
+    write_jsonl(tmp_path / "b.jsonl", ROWS)
+    with pytest.raises(ValueError, match=r"a\.jsonl\.gz is compressed"):  # not: b alone
+        find_sources(tmp_path)
+    write_jsonl(tmp_path / "a.jsonl", ROWS)  # where both are, it is no part of the data
+    (tmp_path / "code.tar.gz").touch()
+    assert [source.path.name for source in find_sources(tmp_path)] == ["a.jsonl", "b.jsonl"]
+
+
+def test_an_id_of_the_hub_is_told_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"load_dataset\('HuggingFaceH4/ultrachat_200k'"):
+        find_sources("HuggingFaceH4/ultrachat_200k")
+    (tmp_path / "data").mkdir()
+    for name in ("data/chats", "chats", "data/a.jsonl", "other/a.jsonl", "some/where/chats"):
+        with pytest.raises(ValueError, match=r"does not exist$"):
+            find_sources(name)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
