@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 MANIFEST_NAME = "manifest.json"
 _OWN_NAME = re.compile(
     rf"(ids|counts|documents)-[0-9a-f]{{16}}\.bin|{re.escape(MANIFEST_NAME)}(\.[0-9a-f]{{8}}\.new)?"

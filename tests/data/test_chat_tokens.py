@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tokenizers_made_here import (
     write_jsonl,
 )
 
+from outcore.data.chat_template import ChatTemplate
 from outcore.data.chat_tokens import ChatTokenizer
 from outcore.data.row_format import Chat
 from outcore.errors import BadRow, UnsupportedTemplate
@@ -72,7 +74,7 @@ def test_by_prefixes(tokenizer: Any) -> None:
     assert text == PREFIXES.apply_chat_template(list(TALK), tokenize=False)
 
 
-@pytest.mark.parametrize("said", ["hello", "a b", "  a", ""])
+@pytest.mark.parametrize("said", ["hello", "a b", "b", "  a", ""])
 def test_an_answer_before_any_question(said: str) -> None:
     """The template's own system turn, and what announces the answer, are no part of it."""
     system = "<|im_start|>system\nbe good<|im_end|>\n"
@@ -245,8 +247,6 @@ def test_calls_that_the_template_leaves_out(tokenizer: Any, loss_on: Any) -> Non
     for call in (CALL, {**CALL, "content": "I add"}, wordless, old):
         with pytest.raises(UnsupportedTemplate, match=r"leaves out calls .* that of turn 2"):
             split_up(tokenizer, Chat((CALLING[0], call, *CALLING[2:])), loss_on)
-    none = {**CALL, "tool_calls": []}
-    split_up(tokenizer, Chat((CALLING[0], none, *CALLING[2:])), loss_on)
 
 
 def test_calls_that_the_template_writes() -> None:
@@ -261,6 +261,128 @@ def test_a_call_beside_words_that_the_template_leaves_out() -> None:
     assert "add" in split_up(tokenizer, Chat(CALLING))[0]
     with pytest.raises(UnsupportedTemplate, match="that of turn 7"):
         split_up(tokenizer, Chat((*CALLING, {**CALL, "content": "I add"})))
+
+
+def calling(arguments: Any) -> Chat:
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return Chat((TALK[0], turn, {"role": "tool", "content": "sun"}, *TALK[3:]))
+
+
+ARGUMENTS = {"city": "Zürich", "days": 3}
+FIRST_CALL = "message['tool_calls'][0]['function']"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        f"{{{{ {FIRST_CALL} | tojson }}}}",  # Qwen 2.5
+        f"{{{{ {FIRST_CALL}.name }}}}{{% for name, value in {FIRST_CALL}.arguments | items %}}"
+        "{{ name ~ value }}{% endfor %}",  # Qwen 3 Coder
+        f"{{{{ {FIRST_CALL}.name + {FIRST_CALL}.arguments }}}}",  # DeepSeek R1
+        f"{{{{ {FIRST_CALL}.name }}}}{{{{ {FIRST_CALL}.arguments }}}}",
+    ],
+    ids=["as JSON", "one by one", "joined", "shown"],
+)
+def test_arguments_of_a_call_as_text_and_as_object(written: str) -> None:
+    """OpenAI's are text: most templates put quotes around it, some refuse it, others want it."""
+    content = "{{ message['content'] }}{% if message['tool_calls'] %}" + written + "{% endif %}"
+    tokenizer = make_tokenizer(CHATML.replace("{{ message['content'] }}", content))
+    of_text, of_object = (
+        split_up(tokenizer, calling(arguments))
+        for arguments in ('{"city": "Zürich", "days": 3}', ARGUMENTS)
+    )
+    assert of_text == of_object
+    shown = "weathercityZürichdays3" if "items" in written else '{"city": "Zürich", "days": 3}'
+    assert shown in of_text[1][0]
+    assert len(of_text[1]) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments", ["not JSON", "[1]", '"text"', '"\\u0000"', '{"a": "\\ud800"}']
+)
+def test_arguments_that_are_no_object_stay_text(arguments: str) -> None:
+    text, _ = split_up(make_tokenizer(CHATML_WITH_TOOLS), calling(arguments))
+    assert json.dumps(arguments)[1:-1] in text
+
+
+def test_a_call_with_empty_words_for_a_template_that_wants_none() -> None:
+    """As DeepSeek's, which writes a turn with any content without its calls."""
+    either = "{% if message['content'] is none %}{{ message['tool_calls'] | tojson }}{% else %}"
+    either += "{{ message['content'] }}{% endif %}"
+    tokenizer = make_tokenizer(CHATML.replace("{{ message['content'] }}", either))
+    assert '"name": "weather"' in split_up(tokenizer, calling(ARGUMENTS))[1][0]
+
+
+def test_calls_are_looked_for_in_one_rendering(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds = (TALK[0], CALL, {"role": "tool", "content": "3"}, TALK[1])
+    rendered: list[int] = []
+    render = ChatTemplate.render
+
+    def counting(self: Any, chat: Chat, **more: Any) -> Any:
+        rendered.append(len(chat.messages))
+        return render(self, chat, **more)
+
+    monkeypatch.setattr(ChatTemplate, "render", counting)
+    split_up(make_tokenizer(CHATML_WITH_TOOLS), Chat(20 * rounds))
+    assert rendered.count(80) == 2  # with the calls marked, and as it is
+
+
+SYSTEM = {"role": "system", "content": "be good"}
+WHILE_ASKED = CHATML.replace(  # Mistral's: the system's text stands in the question that is open
+    "{{ message['content'] }}",
+    "{% if message['role'] == 'user' and loop.last and messages[0]['role'] == 'system' %}"
+    "{{ messages[0]['content'] }}\n{% endif %}"
+    "{% if message['role'] != 'system' %}{{ message['content'] }}{% endif %}",
+)
+
+
+@pytest.mark.parametrize("loss_on", ["answers", "last-answer", "all"])
+def test_what_the_system_says_is_left_out(loss_on: Any) -> None:
+    tokenizer = make_tokenizer(WHILE_ASKED)
+    told = r"what the system says in turn 1, or some of it: 'be good'\. .*into the first question"
+    with pytest.raises(UnsupportedTemplate, match=told):
+        split_up(tokenizer, Chat((SYSTEM, *TALK)), loss_on)
+    split_up(tokenizer, Chat(TALK), loss_on)
+
+
+def test_switches_of_thinking_are_no_words() -> None:
+    """As Nemotron's and SmolLM3's templates, which obey them and leave them out."""
+    obeyed = "{{ message['content'] | replace('/no_think', '') | trim }}"
+    tokenizer = make_tokenizer(CHATML.replace("{{ message['content'] }}", obeyed))
+    switch = {"role": "system", "content": "/no_think"}
+    asked = {"role": "user", "content": "hi /no_think  the cat"}
+    assert "no_think" not in split_up(tokenizer, Chat((switch, asked, TALK[1])))[0]
+
+
+@pytest.mark.parametrize("tokenizer", [PLAIN, PREFIXES, MARKS], ids=["plain", "prefixes", "marks"])
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking"])
+def test_thoughts_that_the_template_leaves_out(tokenizer: Any, name: str) -> None:
+    thoughtful = {**TALK[1], name: "a greeting"}
+    with pytest.raises(UnsupportedTemplate, match=rf"turn 2 \({name}\), .*'a greeting'"):
+        split_up(tokenizer, Chat((TALK[0], thoughtful, *TALK[2:])))
+    context = Chat((TALK[0], thoughtful, *TALK[2:]), not_learned=frozenset({1}))
+    assert len(split_up(tokenizer, context)[1]) == 1
+
+
+@pytest.mark.parametrize("marks", [False, True])
+def test_thoughts_in_an_answer_that_the_template_leaves_out(marks: bool) -> None:
+    """As DeepSeek R1's: the model would learn not to think."""
+    content = "{{ message['content'].split('</think>')[-1] }}"
+    template = CHATML_WITH_MARKS if marks else CHATML
+    tokenizer = make_tokenizer(template.replace("{{ message['content'] }}", content))
+    thoughtful = {"role": "assistant", "content": "<think>so</think>\n\nthe cat"}
+    with pytest.raises(UnsupportedTemplate, match=r"the assistant says in turn 2.*be learned as"):
+        split_up(tokenizer, Chat((TALK[0], thoughtful)))
+    later = {"role": "assistant", "content": "the mat"}
+    answers = split_up(tokenizer, Chat((TALK[0], thoughtful, TALK[2], later)), "last-answer")[1]
+    assert answers == ["the mat" if marks else "the mat<|im_end|>\n"]
+
+
+def test_lines_that_the_template_breaks_otherwise() -> None:
+    trimmed = CHATML.replace("{{ message['content'] }}", "{{ message['content'] | trim }}")
+    padded = chat("\n hi ", " the\n\ncat \n")
+    assert split_up(make_tokenizer(trimmed), Chat(tuple(padded)))[1] == ["the\n\ncat<|im_end|>\n"]
 
 
 def test_a_template_with_too_few_marks() -> None:
@@ -285,9 +407,16 @@ def test_a_chat_that_the_template_refuses_is_a_bad_row(tmp_path: Path, make_cach
     rows = [{"messages": list(TALK)}, {"messages": [system, *TALK]}]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     tokenizer = make_tokenizer(picky)
-    with pytest.raises(BadRow, match="the chat template refuses it: no system") as caught:
+    remedy = "What the system says can stand in the first question"
+    told = f"the chat template refuses it: no system. {remedy}"
+    with pytest.raises(BadRow, match=told) as caught:
         make_cache(path, using=tokenizer)
     assert caught.value.line == 2
+    rows = [{"messages": [system, *TALK]}]  # where more is wrong, that would not help
+    other = make_tokenizer("{{ raise_exception('never') }}" + CHATML)
+    with pytest.raises(BadRow) as caught:
+        make_cache(write_jsonl(tmp_path / "b.jsonl", rows), using=other)
+    assert remedy not in str(caught.value)
     assert make_cache(path, using=tokenizer, on_bad_row="skip").num_examples == 1
 
 
