@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from outcore.data.chat_template import ChatTemplate, Spans
 from outcore.data.left_out import check_answers, check_questions
 from outcore.data.raw_rows import RowFault
-from outcore.data.row_format import Chat, Message
+from outcore.data.row_format import Chat
 from outcore.data.tool_calls import form_for
+from outcore.data.turns import Message
 from outcore.errors import UnsupportedTemplate
 
 LossOn = Literal["answers", "last-answer", "all"]

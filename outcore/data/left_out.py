@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from outcore.data.row_format import Message
+from outcore.data.turns import Message
 from outcore.errors import UnsupportedTemplate
 
 _ASKING = ("system", "developer", "user")

@@ -8,19 +8,18 @@ looked at.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
-from outcore.data.checked_json import checked_values, name_of, parse_value, text_of
+from outcore.data.checked_json import checked_values, parse_value, text_of
 from outcore.data.raw_rows import RowFault
+from outcore.data.turns import MARKS, Message, conversation_of, list_of, messages_of, turn_of
 
 RowFormat = Literal["text", "prompt-completion", "alpaca", "messages", "sharegpt", "preference"]
 ROW_FORMATS: tuple[RowFormat, ...] = get_args(RowFormat)
 
 _KINDS: dict[RowFormat, str] = {"text": "texts", "preference": "preference pairs"}
-
-Message = dict[str, Any]
 
 # Where a row has the fields of several, the first counts: many rows of chats also have a prompt.
 _FIELDS: dict[RowFormat, tuple[str, ...]] = {
@@ -32,24 +31,10 @@ _FIELDS: dict[RowFormat, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
-_TEXT_OR_MESSAGES = {"prompt", "completion", "chosen", "rejected"}
 # With which an answer may be a bad one: the names of TRL and of LLaMA-Factory.
 _LABELS = ("label", "kto_tag")
 _MORE_FIELDS = {"input", "system", "history", "tools", *_LABELS}  # that some rows have
 ALL_FIELDS = frozenset(field for fields in _FIELDS.values() for field in fields) | _MORE_FIELDS
-
-_MARKS = ("weight", "train")  # of a turn: is it learned? OpenAI's name, and Axolotl's
-_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-}
 
 
 @dataclass(frozen=True)
@@ -119,9 +104,9 @@ def example_of(row: Mapping[str, Any], row_format: RowFormat) -> Example:
 def _chat_of(row: Mapping[str, Any], row_format: RowFormat) -> Chat:
     system = row.get("system")
     if row_format == "messages":
-        return _whole_chat(_with_system(system, _messages(row["messages"], "messages")))
+        return _whole_chat(_with_system(system, messages_of(row["messages"], "messages")))
     if row_format == "sharegpt":
-        return _whole_chat(_with_system(system, _sharegpt_messages(row["conversations"])))
+        return _whole_chat(_with_system(system, conversation_of(row["conversations"])))
     if row_format == "prompt-completion":
         return _answered(_prompt(row["prompt"]), row["completion"], "completion", system)
     assert row_format == "alpaca"
@@ -189,14 +174,14 @@ def _pair(row: Mapping[str, Any]) -> Pair:
 def _question(row: Mapping[str, Any]) -> tuple[Message, ...]:
     """Return what is asked in the fields of another format, where LLaMA-Factory has it."""
     if row.get("conversations") is not None:
-        return _sharegpt_messages(row["conversations"])
+        return conversation_of(row["conversations"])
     if row.get("instruction") is not None:
         return _alpaca_prompt(row)
     raise RowFault("has no prompt: without one, chosen and rejected must be lists of messages")
 
 
 def _shared_turns(chosen: object, rejected: object) -> tuple[Message, ...]:
-    chats = _messages(chosen, "chosen"), _messages(rejected, "rejected")
+    chats = messages_of(chosen, "chosen"), messages_of(rejected, "rejected")
     # Of two chats that are alike, the last turn is still an answer.
     most = min(map(len, chats)) - 1
     shared = next((i for i in range(most) if chats[0][i] != chats[1][i]), most)
@@ -212,7 +197,7 @@ def _whole_chat(messages: tuple[Message, ...]) -> Chat:
 def _chat(messages: tuple[Message, ...], first_counted: int = 0) -> Chat:
     """Return a chat; what its turns say about being learned is no part of them."""
     return Chat(
-        tuple({k: v for k, v in message.items() if k not in _MARKS} for message in messages),
+        tuple({k: v for k, v in message.items() if k not in MARKS} for message in messages),
         first_counted,
         frozenset(
             index
@@ -241,9 +226,9 @@ def _answered(prompt: tuple[Message, ...], value: object, field: str, system: ob
     if isinstance(value, str):
         value = {"role": "assistant", "content": text_of(value, field)}
     if isinstance(value, dict):
-        answer: tuple[Message, ...] = (_sharegpt_message(value, field),)
+        answer: tuple[Message, ...] = (turn_of(value, field),)
     else:
-        answer = _messages(value, field)
+        answer = messages_of(value, field)
         if answer[: len(prompt)] == prompt:
             answer = answer[len(prompt) :]
     if not any(map(_is_learned, answer)):
@@ -266,7 +251,7 @@ def _asks_again(last: Message, first: Message) -> bool:
 def _prompt(value: object) -> tuple[Message, ...]:
     if isinstance(value, str):
         return ({"role": "user", "content": text_of(value, "prompt")},)
-    return _messages(value, "prompt")
+    return messages_of(value, "prompt")
 
 
 def _alpaca_prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
@@ -280,7 +265,7 @@ def _alpaca_prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
 
 def _alpaca_history(value: object) -> Iterator[Message]:
     """Return the turns before the instruction, of a list of questions with their answers."""
-    for index, pair in enumerate(_list_of(value, "history") if value else ()):
+    for index, pair in enumerate(list_of(value, "history") if value else ()):
         field = f"history[{index}]"
         if not isinstance(pair, list) or len(pair) != 2:
             raise RowFault(f"{field} must be a list of two texts, a question and its answer")
@@ -298,73 +283,3 @@ def _with_system(value: object, turns: tuple[Message, ...]) -> tuple[Message, ..
     if turns and turns[0]["role"] == "system":
         raise RowFault("has a system text and another one as its first turn: which one counts?")
     return (told, *turns)
-
-
-def _messages(value: object, field: str) -> tuple[Message, ...]:
-    return tuple(
-        _message(message, f"{field}[{index}]")
-        for index, message in enumerate(_list_of(value, field))
-    )
-
-
-def _message(value: object, field: str) -> Message:
-    if not isinstance(value, dict):
-        raise RowFault(f"{field} must be an object with role and content")
-    # Tables fill what a message does not have with nulls; a template must not see those.
-    message = {key: inner for key, inner in value.items() if inner is not None}
-    if message.get("tool_calls") == []:  # for some templates any list is a call
-        del message["tool_calls"]
-    role = text_of(message.get("role"), f"{field}.role")
-    if role not in _ROLES:
-        raise RowFault(f"{field}.role is {role[:40]!r}, and none of {', '.join(sorted(_ROLES))}")
-    if "content" in message or not message.get("tool_calls"):
-        text_of(message.get("content"), f"{field}.content")
-    checked_values(message, field)
-    _check_marks(message, field)
-    return message
-
-
-def _check_marks(message: Message, field: str) -> None:
-    weight, train = message.get("weight", 1), message.get("train", False)
-    if weight not in (0, 1):
-        told = f"{field}.weight is {str(weight)[:40]}"
-        raise RowFault(f"{told}: an answer is learned (1) or not (0), and nothing between")
-    if not isinstance(train, bool):
-        raise RowFault(f"{field}.train must be true or false, not {name_of(train)}")
-    if train and message["role"] != "assistant":
-        raise RowFault(
-            f"{field}.train is true, of a turn of the {message['role']}: only those of the "
-            "assistant are learned. Take it out"
-        )
-
-
-def _sharegpt_messages(value: object) -> tuple[Message, ...]:
-    return tuple(
-        _sharegpt_message(turn, f"conversations[{index}]")
-        for index, turn in enumerate(_list_of(value, "conversations"))
-    )
-
-
-def _sharegpt_message(turn: object, field: str) -> Message:
-    if not isinstance(turn, dict):
-        raise RowFault(f"{field} must be an object with from and value")
-    if turn.get("from") is None and turn.get("role") is not None:  # of the other name's form
-        return _message(turn, field)
-    speaker = text_of(turn.get("from"), f"{field}.from")
-    if speaker not in _SHAREGPT_ROLES:
-        known = ", ".join(_SHAREGPT_ROLES)
-        raise RowFault(f"{field}.from is {speaker[:40]!r}, and none of {known}")
-    content = text_of(turn.get("value"), f"{field}.value")
-    message: Message = {"role": _SHAREGPT_ROLES[speaker], "content": content}
-    message |= {mark: turn[mark] for mark in _MARKS if turn.get(mark) is not None}
-    _check_marks(message, field)
-    return message
-
-
-def _list_of(value: object, field: str) -> Sequence[object]:
-    if not isinstance(value, list):
-        text_or = "text or " if field in _TEXT_OR_MESSAGES else ""
-        raise RowFault(f"{field} must be {text_or}a list of messages, not {name_of(value)}")
-    if not value:
-        raise RowFault(f"{field} is empty")
-    return value

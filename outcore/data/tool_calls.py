@@ -16,7 +16,8 @@ from typing import Any
 from outcore.data.chat_template import ChatTemplate
 from outcore.data.checked_json import checked_values, parse_value
 from outcore.data.raw_rows import RowFault
-from outcore.data.row_format import Chat, Message
+from outcore.data.row_format import Chat
+from outcore.data.turns import Message
 from outcore.errors import UnsupportedTemplate
 
 Call = dict[str, Any]

@@ -226,6 +226,17 @@ def test_nulls_that_a_table_puts_into_messages() -> None:
     assert example_of(row, "messages") == Chat((USER, ANSWER))
 
 
+def test_contents_in_parts() -> None:
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo", "image_url": None}]
+    row = {"messages": [USER, {"role": "assistant", "content": parts}]}
+    assert example_of(row, "messages") == Chat((USER, ANSWER))
+    image = {"type": "image_url", "image_url": {"url": "x"}, "text": None}
+    for other, why in ((image, "is no text"), ("hi", "is no text"), ({"text": 3}, "must be text")):
+        row = {"messages": [USER, {"role": "assistant", "content": [parts[0], other]}]}
+        with pytest.raises(ValueError, match=rf"messages\[1\]\.content\[1\].* {why}"):
+            example_of(row, "messages")
+
+
 def test_an_empty_list_of_calls_is_no_call() -> None:
     row = {"messages": [USER, {**ANSWER, "tool_calls": []}]}
     assert example_of(row, "messages") == Chat((USER, ANSWER))
@@ -274,7 +285,10 @@ BAD = {
     "no role": ({"messages": [{"content": "hi"}]}, r"messages\[0\]\.role must be text"),
     "unknown role": ({"messages": [{"role": "robot", "content": ""}]}, "role is 'robot'"),
     "no content": ({"messages": [USER, {"role": "assistant"}]}, r"messages\[1\]\.content"),
-    "parts": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "not a list"),
+    "parts": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        "is no text, and other",
+    ),
     "no answer": ({"messages": [USER]}, "no turn of the assistant"),
     "no answer that is learned": (
         {"messages": [USER, {**ANSWER, "weight": 0}]},
