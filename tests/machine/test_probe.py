@@ -102,6 +102,20 @@ def test_memory_that_is_free_does_not_exceed_what_there_is() -> None:
     assert 0 < free.device_bytes <= facts.device_total_bytes
 
 
+def test_what_the_allocator_keeps_of_a_released_model_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = 100 << 30
+
+    def empty_cache() -> None:
+        nonlocal kept
+        kept = 0
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: ((139 << 30) - kept, 140 << 30))
+    assert free_memory(torch.device("cuda")).device_bytes == 139 << 30
+
+
 def test_sizes_shrink_on_a_small_machine() -> None:
     free = run.FreeMemory(device_bytes=32 << 20, host_bytes=32 << 20)
     sizes = run._that_fit(QUICK, free)

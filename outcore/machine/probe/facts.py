@@ -54,6 +54,7 @@ def free_memory(device: torch.device) -> FreeMemory:
     host_bytes = _host_total_bytes() if free_on_host is None else free_on_host
     if device.type != "cuda":
         return FreeMemory(device_bytes=host_bytes, host_bytes=host_bytes)
+    torch.cuda.empty_cache()  # what a released model has left to the allocator is free
     device_bytes, _ = torch.cuda.mem_get_info(device)
     return FreeMemory(device_bytes=int(device_bytes), host_bytes=host_bytes)
 
