@@ -18,12 +18,12 @@ from outcore.cli.plan_options import (
     budgets,
     check_compare,
     make_job,
-    with_asked_memory,
     within_machine,
 )
 from outcore.cli.report import check_file, console_for, stop
 from outcore.errors import DoesNotFit, OutcoreError, UnsupportedModel
 from outcore.planning.plan import Budgets, Job, Plan
+from outcore.planning.within_machine import with_asked_memory
 
 if TYPE_CHECKING:
     from outcore.machine.machine import Machine

@@ -13,6 +13,7 @@ import typer
 from outcore.machine.machine import Machine
 from outcore.planning.plan import Budgets, Job
 from outcore.planning.step_size import MOST_TOKENS, too_many
+from outcore.planning.within_machine import TooMuch, budgets_within, check_micro_batch
 from outcore.units import format_bytes, parse_budget
 
 HERE = "here"
@@ -50,11 +51,10 @@ def make_job(**fields: Any) -> Job:
             f"{tokens:,} is no multiple of --seq-len {seq_len:,}; {nearest} would be",
             param_hint="--tokens",
         )
-    if micro_batch is not None and micro_batch > tokens // seq_len:
-        raise typer.BadParameter(
-            f"{micro_batch} sequences at a time, but a step has {tokens // seq_len}",
-            param_hint="--micro-batch",
-        )
+    try:
+        check_micro_batch(micro_batch, tokens // seq_len)
+    except TooMuch as error:
+        raise _refused(error) from None
     return Job(**fields)
 
 
@@ -80,36 +80,12 @@ def budgets(device: str | None, host: str | None, disk: str | None, machine: str
     )
 
 
-def with_asked_memory(machine: Machine, budgets: Budgets) -> Machine:
-    """Return a machine of the catalogue with the host memory that was asked for.
-
-    The catalogue has what such a machine usually has, and memory can be bought; a card's cannot.
-    """
-    usual, asked = machine.host_memory_bytes, budgets.host_bytes or 0
-    if machine.name == HERE or machine.is_unified or asked <= usual:
-        return machine
-    return replace(machine, host_memory_bytes=asked)
-
-
 def within_machine(job: Job, machine: Machine) -> Job:
-    """Return the job with no more memory than the machine has; refuse what is far more.
-
-    A plan for more could not be carried out. Cards have a little less than they are sold with.
-    """
-    memory: dict[str, Any] = {}
-    for tier, budget, has_bytes in (
-        ("device", job.budgets.device_bytes, machine.device_memory_bytes),
-        ("host", job.budgets.host_bytes, machine.host_memory_bytes),
-    ):
-        if budget is None:
-            continue
-        if budget > 1.1 * has_bytes:
-            raise typer.BadParameter(
-                f"{format_bytes(budget)} is more than {machine.name} has, "
-                f"{format_bytes(has_bytes)}",
-                param_hint=f"--{tier}-memory",
-            )
-        memory[f"{tier}_bytes"] = min(budget, has_bytes)
+    """Return the job with no more memory than the machine has; refuse what is far more."""
+    try:
+        within = budgets_within(job.budgets, machine)
+    except TooMuch as error:
+        raise _refused(error) from None
     disk_bytes = job.budgets.disk_bytes
     if machine.name == HERE and disk_bytes:
         if not machine.disk_read_bytes_s:
@@ -122,7 +98,11 @@ def within_machine(job: Job, machine: Machine) -> Job:
                 f"{job.budgets.disk_path}",
                 param_hint="--disk",
             )
-    return replace(job, budgets=replace(job.budgets, **memory))
+    return replace(job, budgets=within)
+
+
+def _refused(error: TooMuch) -> typer.BadParameter:
+    return typer.BadParameter(error.why, param_hint=f"--{error.argument.replace('_', '-')}")
 
 
 def _size(text: str | None, option: str) -> int | None:

@@ -178,11 +178,19 @@ def resolve_options(
         options = planned(chosen, options, defaults)
     elif is_left_open(options) and computes_on_cuda(options["device"]) and _has_config(subject):
         options = usual_homes(
-            options, lambda tokens, seq_len: plan_here(subject, options, tokens, seq_len)
+            options, lambda tokens, seq_len: _usual_plan(subject, options, tokens, seq_len)
         )
     else:
         options = without_plan(options)
     return check_options(**options), chosen
+
+
+def _usual_plan(subject: Any, options: dict[str, Any], tokens: int, seq_len: int) -> Plan:
+    """Return the plan of a usual batch; the one to come may have more sequences at a time."""
+    micro_batch = options["micro_batch"]
+    if type(micro_batch) is int:
+        options = {**options, "micro_batch": min(micro_batch, tokens // seq_len)}
+    return plan_here(subject, options, tokens, seq_len)
 
 
 def _has_config(subject: Any) -> bool:

@@ -77,7 +77,10 @@ PLANNED = (
 
 
 def plan_here(subject: Any, options: dict[str, Any], tokens: int, seq_len: int) -> Plan:
-    """Return a plan for this machine, within the budgets of ``options``."""
+    """Return a plan for this machine, within the budgets of ``options`` and what is free.
+
+    A budget of more is not refused here: the engine does that, by all that there is.
+    """
     device = _device(options["device"])
     disk = None if options["disk"] is None else parse_disk(options["disk"]).path
     machine = here(disk=disk, progress=_announce_probe)
@@ -89,8 +92,8 @@ def plan_here(subject: Any, options: dict[str, Any], tokens: int, seq_len: int) 
             tokens=tokens,
             seq_len=seq_len,
             machine=machine,
-            device_memory=options["device_memory"],
-            host_memory=options["host_memory"],
+            device_memory=_at_most(options["device_memory"], machine.device_memory_bytes),
+            host_memory=_at_most(options["host_memory"], machine.host_memory_bytes),
             disk=options["disk"],
             dtype=options["dtype"],
             state_format=options["state_format"],
@@ -101,6 +104,10 @@ def plan_here(subject: Any, options: dict[str, Any], tokens: int, seq_len: int) 
         if "clipping=" in str(error):  # an argument that only plans have
             error.args = (f"{error} For clipping, give plan=outcore.plan(..., clipping=...).",)
         raise
+
+
+def _at_most(budget: int | str | None, free_bytes: int) -> int | str | None:
+    return budget if budget is None or parse_bytes(budget) <= free_bytes else f"{free_bytes}B"
 
 
 def _announce_probe(step: str, number: int, num_steps: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from outcore.machine.machine import Machine
-from outcore.units import format_bytes, parse_budget
+from outcore.units import format_bytes, parse_bytes
 
 
 def device_type(machine: Machine) -> Literal["cpu", "cuda"]:
@@ -41,7 +41,7 @@ def computing_on_cpu(machine: Machine, *, device_memory: int | str | None) -> Ma
     num_bytes = machine.device_memory_bytes if machine.is_unified else machine.host_memory_bytes
     is_cpu = device_type(machine) == "cpu"
     if device_memory is not None:
-        asked_bytes = parse_budget(device_memory, what="device_memory")
+        asked_bytes = parse_bytes(device_memory, what="device_memory")
         if asked_bytes > num_bytes:
             raise ValueError(
                 f"device_memory is {format_bytes(asked_bytes)}, but only "

@@ -19,6 +19,11 @@ from outcore.planning.device_type import computing_on_cpu, default_dtype, device
 from outcore.planning.plan import Budgets, Clipping, FrozenWeights, Job, Plan, StateFormat
 from outcore.planning.search import make_plan
 from outcore.planning.step_size import check_step_size
+from outcore.planning.within_machine import (
+    budgets_within,
+    check_micro_batch,
+    with_asked_memory,
+)
 from outcore.store.disk_budget import parse_disk
 from outcore.store.packed_spans import MIN_ELEMENTS
 from outcore.units import parse_budget
@@ -56,7 +61,8 @@ def plan(
     model: a Hugging Face directory, an id of the Hub, a config, the name of a shape, or a model
         (frozen parameters are then seen). No weights are read or fetched.
     machine: "here" measures this one (once), a name is looked up in the catalogue.
-    device_memory, host_memory: budgets such as "24GiB"; None for what is free.
+    device_memory, host_memory: budgets such as "24GiB"; None for what is free. What is far more
+        than the machine has is refused; one of the catalogue may have more host memory than usual.
     disk: "/mnt/nvme:500GiB" lets weights and state go there; None: no disk. With "here", that is
         the disk whose speed counts.
     clipping: True lets gradients wait for the norm of all; False is for
@@ -76,6 +82,7 @@ def plan(
     check_step_size(tokens, seq_len)
     if micro_batch is not None and (type(micro_batch) is not int or micro_batch < 1):
         raise ValueError(f"micro_batch must be 1 or more, not {micro_batch!r}")
+    check_micro_batch(micro_batch, tokens // seq_len)
     budget = None if disk is None else parse_disk(disk)
     budgets = Budgets(
         device_bytes=_bytes(device_memory, "device_memory"),
@@ -94,12 +101,15 @@ def plan(
     else:
         spec = model_spec(model, adapters=adapters)
     _check_something_is_frozen(spec, frozen_weights)
+    is_named = isinstance(machine, str)
     if isinstance(machine, str):
         machine = machine_named(machine, disk=None if budget is None else budget.path)
-        if device_type(machine) == "cpu":
-            machine = computing_on_cpu(machine, device_memory=device_memory)
     if not isinstance(machine, Machine):
         raise ValueError(f"machine must be a name such as 'here', or a Machine, not {machine!r}")
+    machine = with_asked_memory(machine, budgets)
+    budgets = budgets_within(budgets, machine)
+    if is_named and device_type(machine) == "cpu":
+        machine = computing_on_cpu(machine, device_memory=budgets.device_bytes)
     if budget is not None and not machine.disk_read_bytes_s:  # a plan would put nothing there
         raise ValueError(
             f"disk {budget.path} is memory, or {machine.name} has no disk: name a directory on one"

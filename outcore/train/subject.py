@@ -203,7 +203,7 @@ def plan_for(
         state_format=settings.state_format,
         adapters=adapters_of(settings),
         frozen_weights=settings.frozen_weights,
-        micro_batch=settings.micro_batch,
+        micro_batch=settings.micro_batch and min(settings.micro_batch, sequences),
         masked=True,  # a sequence is several documents, or ends in padding
         checkpoints=settings.save_every is not None,
     )

@@ -13,6 +13,7 @@ import outcore
 from outcore.engine.homes import USUAL_TOKENS, is_left_open, usual_homes, without_plan
 from outcore.engine.offload import resolve_options
 from outcore.errors import DoesNotFit
+from outcore.machine import machine_named
 from outcore.planning.plan import BlockPlan, Plan
 
 OPEN: dict[str, Any] = {"weights": None, "state": None, "activations": None, "num_slots": 3}
@@ -80,6 +81,20 @@ def test_inputs_that_the_plan_sends_away_stay_if_there_is_room(kept: int, expect
     sizes = {"device": {"kept activations": kept}, "host": {"block inputs": 10}}
     plan = replace(a_plan("offload", "keep"), peak_bytes=sizes)
     assert usual_homes(OPEN, lambda tokens, seq_len: plan)["activations"] == expected
+
+
+def test_a_usual_batch_refuses_nothing_that_another_batch_could_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More sequences at a time than it has, or budgets of more than is free just now."""
+    monkeypatch.setattr("outcore.engine.options.here", lambda **_: machine_named("rtx-4090"))
+    monkeypatch.setattr("outcore.engine.offload.computes_on_cuda", lambda _: True)
+    asked = {"micro_batch": 64, "host_memory": "500GiB", "device": "cpu"}
+    options, plan = resolve_options(FAMILIES[0].make(), **asked)
+    assert plan is None
+    assert options.micro_batch == 64
+    assert options.host_memory_bytes == 500 << 30
+    assert set(options.weights) == {"device"}  # of a plan
 
 
 def test_on_the_cpu_device_nothing_is_planned() -> None:
