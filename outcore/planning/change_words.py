@@ -19,6 +19,7 @@ def python_words(asked: Job, changed: Job, machine: Machine) -> str:
         "micro_batch": "micro_batch={}",
         "clipping": 'clipping="{}"',
         "state_format": 'state_format="{}"',
+        "frozen_weights": 'frozen_weights="{}"',
         "dtype": 'dtype="{}"',
         "device": 'device_memory="{}"',
         "host": 'host_memory="{}"',
@@ -37,6 +38,7 @@ def command_line_words(asked: Job, changed: Job, machine: Machine) -> str:
         "micro_batch": "--micro-batch {}",
         "clipping": "--clip-in-two-passes",
         "state_format": "--state {}",
+        "frozen_weights": "--frozen-weights {}",
         "device": "--device-memory {}",
         "host": "--host-memory {}",
         "disk": "--disk {}",
@@ -59,7 +61,7 @@ def is_beyond(changed: Job, asked: Job, machine: Machine) -> bool:
 
 def _differences(asked: Job, changed: Job, machine: Machine) -> Iterator[tuple[str, str]]:
     """Yield what differs and can be asked for on this machine, by name and new value."""
-    for name in ("tokens", "micro_batch", "clipping", "state_format", "dtype"):
+    for name in ("tokens", "micro_batch", "clipping", "state_format", "frozen_weights", "dtype"):
         if getattr(asked, name) != getattr(changed, name):
             yield name, str(getattr(changed, name))
     for tier, num_bytes, has_bytes in _grown(asked, changed, machine):

@@ -22,7 +22,7 @@ from outcore.planning.choices import TIERS
 from outcore.planning.device_type import device_type, is_parted
 from outcore.planning.larger_machine import PRICES, is_far, simplest, worth_naming
 from outcore.planning.memory import DEVICE_SHARE, HOST_SHARE, PROCESS_BYTES, budgets_of
-from outcore.planning.plan import Budgets, Job, StateFormat, Tier
+from outcore.planning.plan import Budgets, FrozenWeights, Job, StateFormat, Tier
 from outcore.store.allocator_slack import SHARE, budget_to_fill
 
 Needs = Callable[[Job], NDArray[np.int64]]
@@ -30,14 +30,18 @@ Needs = Callable[[Job], NDArray[np.int64]]
 
 _ANY_DISK_BYTES = 1 << 60  # more than there is
 _FORMATS: tuple[StateFormat, ...] = ("compact", "minimal")
+_FROZEN_FORMATS: tuple[FrozenWeights, ...] = ("int8", "int4")
 
 
 class Changes:
     """The changes of one job on one machine. What was tried once is remembered."""
 
-    def __init__(self, job: Job, machine: Machine, needs: Needs) -> None:
+    def __init__(
+        self, job: Job, machine: Machine, needs: Needs, *, has_frozen_matrices: bool = False
+    ) -> None:
         self._job = job
         self._machine = machine
+        self._has_frozen_matrices = has_frozen_matrices
         self._needs = needs
         self._rows: dict[Job, NDArray[np.int64]] = {}
 
@@ -57,9 +61,10 @@ class Changes:
 
     def _rank(self, changed: Job) -> int:
         """The disk and budgets first, then what changes the step, then what changes numbers."""
-        if changed.state_format != self._job.state_format:
+        job = self._job
+        if (changed.state_format, changed.frozen_weights) != (job.state_format, job.frozen_weights):
             return 2
-        return int(changed.budgets == self._job.budgets)
+        return int(changed.budgets == job.budgets)
 
     # --- single changes -------------------------------------------------------------------------
 
@@ -81,6 +86,9 @@ class Changes:
             yield "micro-batch", replace(job, micro_batch=1)
         if job.sequences > 1:
             yield "tokens", replace(job, tokens=job.seq_len)
+        if self._has_frozen_matrices and job.frozen_weights is None:
+            for frozen_weights in _FROZEN_FORMATS:
+                yield "frozen", replace(job, frozen_weights=frozen_weights)
         if job.state_format == "fp32":
             for state_format in _FORMATS:
                 yield "state", replace(job, state_format=state_format, dtype="bf16")
@@ -132,8 +140,7 @@ class Changes:
 
     def _several(self) -> Iterator[Job]:
         """Yield pairs, then changes with larger budgets, then three changes and more."""
-        kinds = list(dict.fromkeys(kind for kind, _ in self._moves(self._job)))
-        several = list(self._worth_trying(kinds, self._fits))
+        several = self._worth_trying(self._fits)
         for pair in several:
             if len(pair) == 2:
                 yield from self._combined(pair)
@@ -142,11 +149,22 @@ class Changes:
             if len(more) > 2:
                 yield from self._combined(more)
         if not several:
-            for together in self._worth_trying(kinds, self._is_held):
+            for together in self._worth_trying(self._is_held):
                 for job in filter(self._is_held, self._combined(together)):
                     yield from self._here([self._all_larger(job)])
 
-    def _worth_trying(
+    def _worth_trying(self, holds: Callable[[Job], bool]) -> list[tuple[str, ...]]:
+        """Return kinds to change together for whose changes this may hold, the fewest first.
+
+        With and without frozen weights in fewer bits apart: to expand them takes device memory.
+        """
+        kinds = list(dict.fromkeys(kind for kind, _ in self._moves(self._job)))
+        several = list(self._of_kinds([kind for kind in kinds if kind != "frozen"], holds))
+        if "frozen" in kinds:
+            several += [them for them in self._of_kinds(kinds, holds) if "frozen" in them]
+        return sorted(several, key=len)
+
+    def _of_kinds(
         self, kinds: Sequence[str], holds: Callable[[Job], bool]
     ) -> Iterator[tuple[str, ...]]:
         """Yield kinds to change together, the fewest first, for whose changes this may hold.
@@ -231,7 +249,7 @@ class Changes:
         )
         others = []
         for kind, moved in self._moves(self._job):
-            if kind in ("tokens", "state"):
+            if kind in ("tokens", "frozen", "state"):
                 ways = [way for job in self._step_changes(moved) for way in self._larger(job)]
                 if (other := simplest(ways, self._machine)) is not None:
                     others.append(other)

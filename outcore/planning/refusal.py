@@ -32,8 +32,18 @@ class Change:
     job: Job
 
 
-def refuse(job: Job, machine: Machine, limits: dict[str, int], needs: Needs) -> DoesNotFit:
-    """Return the error that says why ``job`` does not fit, and what would."""
+def refuse(
+    job: Job,
+    machine: Machine,
+    limits: dict[str, int],
+    needs: Needs,
+    *,
+    has_frozen_matrices: bool = False,
+) -> DoesNotFit:
+    """Return the error that says why ``job`` does not fit, and what would.
+
+    has_frozen_matrices: of blocks, which could be kept in fewer bits.
+    """
     wanted = needs(job)
     over = np.maximum(0, wanted - [limits[tier] for tier in TIERS])
     missing: dict[str, int] = {
@@ -46,13 +56,14 @@ def refuse(job: Job, machine: Machine, limits: dict[str, int], needs: Needs) -> 
         f"available: {format_bytes(num_bytes)} are missing"
         for tier, num_bytes in missing.items()
     ]
+    tried = Changes(job, machine, needs, has_frozen_matrices=has_frozen_matrices)
     changes = tuple(
         Change(
             what=python_words(job, changed, machine),
             options=command_line_words(job, changed, machine),
             job=changed,
         )
-        for changed in Changes(job, machine, needs).fitting()
+        for changed in tried.fitting()
     )
     reason = f"no plan fits: {', and '.join(lines)}."
     return DoesNotFit(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +50,9 @@ def make_plan(spec: ModelSpec, machine: Machine, job: Job) -> Plan:
     plan = _search(spec, machine, replace(job, checkpoints=False))
     if plan is None:
         limits = budgets_of(machine, job.budgets)
-        raise refuse(job, machine, limits, lambda changed: _needs(spec, machine, changed))
+        has_frozen = any(block.frozen_matrices for block in spec.blocks)
+        needs = partial(_needs, spec, machine)
+        raise refuse(job, machine, limits, needs, has_frozen_matrices=has_frozen)
     return _with_checkpoints(spec, machine, job, plan) if job.checkpoints else plan
 
 

@@ -65,6 +65,15 @@ def test_a_plan_in_bf16_on_a_cpu_says_what_its_figures_are(
     assert ("predicted as fp32" in " ".join(result.output.split())) == is_told
 
 
+def test_a_base_that_does_not_fit_is_told_of_fewer_bits() -> None:
+    command = ["plan", "llama-3.1-70b", "--machine", "rtx-4090", "--lora", "16"]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 1
+    assert "; --frozen-weights int8; " in refused.stderr
+    told = CliRunner().invoke(app, [*command, "--frozen-weights", "int8"])
+    assert told.exit_code == 0, told.output
+
+
 def test_a_machine_of_the_catalogue_can_have_more_host_memory_than_usual(tmp_path: Path) -> None:
     """The 14B shape in exact state does not fit a usual RTX 4090's 128 GiB."""
     command = ["plan", "qwen2.5-14b", "--machine", "rtx-4090", "--json", str(tmp_path / "p.json")]

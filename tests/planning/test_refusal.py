@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from machines import GIB, H200, tiny_spec
 from numpy.typing import NDArray
+from peft import LoraConfig
 
 from outcore.errors import DoesNotFit
 from outcore.machine.catalogue import catalogue_machine
-from outcore.model_spec import model_spec
+from outcore.model_spec import ModelSpec, model_spec
 from outcore.planning.change_words import command_line_words, python_words
 from outcore.planning.changes import Changes
 from outcore.planning.device_type import computing_on_cpu
@@ -226,6 +227,45 @@ def test_405b_is_refused_in_5_s(tokens: int, budgets: Budgets) -> None:
     assert caught.value.changes
 
 
+def adapted(shape: str) -> ModelSpec:
+    adapters = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+    return model_spec(shape, adapters=adapters)
+
+
+@pytest.mark.parametrize(
+    ("shape", "format"), [("llama-3.1-70b", "int8"), ("qwen2.5-72b", "int8"), ("gpt-oss-120b", "")]
+)
+def test_a_frozen_base_may_be_kept_in_fewer_bits(shape: str, format: str) -> None:
+    """As formats of state, after what changes no number, and the one that changes less."""
+    spec, machine = adapted(shape), catalogue_machine("rtx-4090")
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(spec, machine, ASKED)
+    frozen = [c for c in caught.value.changes if "--frozen-weights" in c.options]
+    assert [c.options for c in frozen] == ([f"--frozen-weights {format}"] if format else [])
+    here = [c for c in caught.value.changes if "(the machine has" not in c.options]
+    assert here[-len(frozen) :] == frozen or not frozen
+    for change in caught.value.changes:
+        assert fits(spec, machine, change.job), change.options
+
+
+def test_what_is_trained_whole_has_no_frozen_base() -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(model_spec("llama-3.1-70b"), catalogue_machine("rtx-4090"), ASKED)
+    assert "frozen" not in f"{caught.value} {caught.value.command_line}"
+
+
+def test_a_machine_that_is_larger_for_a_frozen_base_in_fewer_bits() -> None:
+    machine = replace(CARD, disk_bytes=0, disk_read_bytes_s=0.0)
+    job, spec = replace(ASKED, tokens=2048), adapted("llama-3.1-405b")
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(spec, machine, job)
+    formats = [change.job.frozen_weights for change in caught.value.changes]
+    assert formats == [None, "int4", "int8"]  # of those that change numbers the cheapest first
+    assert "of host memory (the machine has" in caught.value.changes[1].options
+    for change in caught.value.changes:
+        assert fits(spec, machine, change.job), change.options
+
+
 def test_few_combinations_of_changes_are_tried() -> None:
     """Where four changes have to come together, these four are tried, and not all of fewer."""
     job = Job(tokens=32_768, seq_len=2048, budgets=NO_DISK)
@@ -253,6 +293,7 @@ ASKED = Job(tokens=32_768, seq_len=2048, budgets=NO_DISK)
         ({"micro_batch": 1}, "micro_batch=1", "--micro-batch 1"),
         ({"clipping": "two-pass"}, 'clipping="two-pass"', "--clip-in-two-passes"),
         ({"state_format": "compact"}, 'state_format="compact"', "--state compact"),
+        ({"frozen_weights": "int8"}, 'frozen_weights="int8"', "--frozen-weights int8"),
         (
             {"budgets": replace(NO_DISK, disk_bytes=64 * GIB)},
             'disk="PATH:64.0GiB"',
