@@ -21,7 +21,7 @@ def comparison_report(comparison: Comparison) -> RenderableType:
     """Return the table, the verdict and the assumptions behind it."""
     table = FittingTable()
     table.add_column(f"{format_tokens(comparison.train_tokens)} tokens")
-    for header in ("GPUs", "tokens/s", "time", "money"):
+    for header in (f"{comparison.device}s", "tokens/s", "time", "money"):
         table.add_column(header, justify="right")
     table.add_row("offloading", *_cells(comparison.offload))
     if comparison.resident is None:

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from outcore.machine.machine import Machine
+from outcore.planning.device_type import device_type
 from outcore.planning.plan import Plan
 from outcore.units import format_bytes
 
 _DAY_S = 86_400
 _MOST_GPUS = 100_000
+_EQUAL = 1.05  # times as much is still the same
+
+Device = Literal["GPU", "machine"]
+"""What there can be several of: a CPU, or a GPU with one memory, comes with its machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +62,7 @@ class Comparison:
 
     train_tokens: float
     price_per_hour: float | None
+    device: Device
     offload: Way
     exchange_s: float  # of each offloaded step, for gradients between machines
     resident: Way | None  # None: not even one sequence fits beside the gathered blocks
@@ -109,6 +116,7 @@ def compare(
     return Comparison(
         train_tokens=train_tokens,
         price_per_hour=price,
+        device="machine" if machine.is_unified or device_type(machine) == "cpu" else "GPU",
         offload=offload,
         exchange_s=exchange_s,
         resident=resident,
@@ -164,15 +172,15 @@ def fewest_gpus(
 
 def assumption_sentences(comparison: Comparison) -> list[str]:
     """Return what the figures take for granted, a sentence each."""
-    assume = comparison.assumptions
+    assume, device = comparison.assumptions, comparison.device
+    link = " (NVLink); over PCIe alone they are slower" if device == "GPU" else ""
     sentences = [
-        f"Without offloading: {_resident_words(comparison)}, sharded over the GPUs; "
+        f"Without offloading: {_resident_words(comparison)}, sharded over the {device}s; "
         f"each works on one sequence at a time with checkpointing "
         f"({format_bytes(comparison.activation_bytes)}) and uses {assume.usable_share:.0%} of its "
         "memory.",
-        f"A lone GPU computes as fast as this plan's compute lane; sharded ones reach "
-        f"{assume.sharded_efficiency:.0%} of that each, given a fast link between them (NVLink); "
-        "over PCIe alone they are slower.",
+        f"A lone {device} computes as fast as this plan's compute lane; sharded ones reach "
+        f"{assume.sharded_efficiency:.0%} of that each, given a fast link between them{link}.",
     ]
     if comparison.offload.num_gpus > 1:
         sentences.append(
@@ -181,9 +189,9 @@ def assumption_sentences(comparison: Comparison) -> list[str]:
             f"{comparison.exchange_s:.2f} s, with nothing hidden."
         )
     if comparison.price_per_hour is not None:
+        whole = "A GPU with its share of the machine" if device == "GPU" else "A machine"
         sentences.append(
-            f"A GPU with its share of the machine costs ${comparison.price_per_hour:,.2f} an hour, "
-            "offloaded or not."
+            f"{whole} costs ${comparison.price_per_hour:,.2f} an hour, offloaded or not."
         )
     else:
         sentences.append("No price is known for this machine: --price-per-hour gives one.")
@@ -205,28 +213,45 @@ def _resident_words(comparison: Comparison) -> str:
 
 def verdict_sentences(comparison: Comparison) -> list[str]:
     """Return which way to take, in words."""
-    offload, resident = comparison.offload, comparison.resident
+    offload, resident, device = comparison.offload, comparison.resident, comparison.device
     limit_days = comparison.assumptions.wrong_tool_days
     sentences = []
     if resident is None:
         sentences.append(
-            "No number of these GPUs holds the model without offloading: one sequence and the "
-            "gathered blocks are more than a GPU's memory."
+            f"No number of these {device}s holds the model without offloading: one sequence and "
+            f"the gathered blocks are more than a {device}'s memory."
         )
     elif resident.num_gpus == 1:
         sentences.append(
-            "One GPU holds the model without offloading. Offloading then only frees memory, for "
-            "longer sequences or larger batches."
+            f"One {device} holds the model without offloading. Offloading then only frees memory, "
+            "for longer sequences or larger batches."
         )
     else:
-        sentences.append(_against(offload, resident))
+        sentences.append(_against(comparison, resident))
     if offload.days > limit_days:
-        sentences.append(
-            f"Offloading is the wrong tool for this: {format_duration(offload.seconds)} is more "
-            f"than {limit_days:g} days. {_why(comparison)}; "
-            f"{_instead(resident, comparison.assumptions)}."
-        )
+        took = format_duration(offload.seconds)
+        if _is_as_slow_without(comparison):
+            which = "One such {} is" if offload.num_gpus == 1 else "So few {}s are"
+            sentences.append(
+                f"{which.format(device)} too slow for so many tokens: {took}, with offloading or "
+                f"without, is more than {limit_days:g} days; {_instead(comparison)}."
+            )
+        else:
+            sentences.append(
+                f"Offloading is the wrong tool for this: {took} is more than {limit_days:g} days. "
+                f"{_why(comparison)}; {_instead(comparison)}."
+            )
     return sentences
+
+
+def _is_as_slow_without(comparison: Comparison) -> bool:
+    """Whether one device holds the model, and is too slow without offloading as well."""
+    offload, resident = comparison.offload, comparison.resident
+    if resident is None or resident.num_gpus > 1:
+        return False
+    each_s = offload.num_gpus * offload.seconds
+    is_slow = resident.days > offload.num_gpus * comparison.assumptions.wrong_tool_days
+    return is_slow and each_s <= _EQUAL * resident.seconds
 
 
 def _why(comparison: Comparison) -> str:
@@ -236,41 +261,48 @@ def _why(comparison: Comparison) -> str:
     return f"{are_slow} slow for so many tokens"
 
 
-def _instead(resident: Way | None, assume: Assumptions) -> str:
+def _instead(comparison: Comparison) -> str:
+    resident, assume = comparison.resident, comparison.assumptions
+    device = comparison.device
     if resident is None:
-        return "this needs GPUs with more memory, and many of them"
+        return f"this needs {device}s with more memory, and many of them"
     limit_days = assume.wrong_tool_days
     if resident.days <= limit_days:
         takes = "takes" if resident.num_gpus == 1 else "take"
         without = "without offloading" if resident.num_gpus == 1 else "that hold the model"
-        return f"{_gpus(resident.num_gpus)} {without} {takes} {format_duration(resident.seconds)}"
+        holders = _count(resident.num_gpus, device)
+        return f"{holders} {without} {takes} {format_duration(resident.seconds)}"
     enough = resident.num_gpus * resident.days / limit_days
     if resident.num_gpus == 1:  # several are not as fast each as the lone one
         enough /= assume.sharded_efficiency
-    return f"{_gpus(math.ceil(enough))} that hold the model would end within {limit_days:g} days"
+    holders = _count(math.ceil(enough), device)
+    return f"{holders} that hold the model would end within {limit_days:g} days"
 
 
-def _against(offload: Way, resident: Way) -> str:
+def _against(comparison: Comparison, resident: Way) -> str:
+    offload, device = comparison.offload, comparison.device
     speed = offload.seconds / resident.seconds
     time = (
         f"takes {speed:.1f} times as long as"
-        if speed > 1.05
+        if speed > _EQUAL
         else f"takes {1 / speed:.1f} times less time than"
         if speed < 0.95
         else "takes as long as"
     )
-    text = f"Offloading on {_gpus(offload.num_gpus)} {time} the {resident.num_gpus} GPUs"
+    those = f"the {_count(resident.num_gpus, device)} that hold the model"
+    text = f"Offloading on {_count(offload.num_gpus, device)} {time} {those}"
     if offload.dollars is None or resident.dollars is None or resident.dollars == 0:
-        return f"{text} that hold the model."
-    money = offload.dollars / resident.dollars - 1
-    if abs(money) < 0.02:
-        return f"{text} that hold the model, and costs the same."
-    word = "less" if money < 0 else "more"
-    return f"{text} that hold the model, and costs {abs(money):.0%} {word}."
+        return f"{text}."
+    times = offload.dollars / resident.dollars
+    if abs(times - 1) < 0.02:
+        return f"{text}, and costs the same."
+    if times > 2:
+        return f"{text}, and costs {times:.{1 if times < 10 else 0}f} times as much."
+    return f"{text}, and costs {abs(times - 1):.0%} {'less' if times < 1 else 'more'}."
 
 
-def _gpus(count: int) -> str:
-    return "one GPU" if count == 1 else f"{count} GPUs"
+def _count(count: int, device: Device) -> str:
+    return f"one {device}" if count == 1 else f"{count} {device}s"
 
 
 def format_duration(seconds: float) -> str:

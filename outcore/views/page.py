@@ -181,7 +181,7 @@ def _comparison(comparison: Comparison) -> str:
         rows.append(["without offloading", *_way_cells(comparison.resident)])
     headers = [
         f"{format_tokens(comparison.train_tokens)} tokens",
-        "GPUs",
+        f"{comparison.device}s",
         "tokens/s",
         "time",
         "money",

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from handmade_plans import GIB, make_machine, make_plan
 
+from outcore.machine.machine import Machine
 from outcore.planning.compare import (
     Assumptions,
     Comparison,
@@ -129,6 +130,27 @@ def test_few_tokens_on_a_slow_machine_are_no_pre_training() -> None:
     assert "So many tokens are large-scale pre-training; " in many
 
 
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_a_device_that_is_as_slow_without_offloading_is_blamed_itself(num_gpus: int) -> None:
+    plan = make_plan()
+    slow = replace(plan.prediction, step_s=400.0, busy_s={"compute": 390.0})
+    small = {"num_parameters": 10_000_000, "num_gpus": num_gpus, "train_tokens": num_gpus * 3e8}
+    result = comparison(plan=replace(plan, prediction=slow), **small)
+    holds, verdict = verdict_sentences(result)
+    assert holds.startswith("One GPU holds the model")
+    took = format_duration(result.offload.seconds)
+    which = "One such GPU is" if num_gpus == 1 else "So few GPUs are"
+    assert verdict.startswith(
+        f"{which} too slow for so many tokens: {took}, with offloading or without, is more than 30 "
+        "days; "
+    )
+    assert verdict.endswith("GPUs that hold the model would end within 30 days.")
+    # Offloading that takes longer than the device alone would is still the wrong tool.
+    waiting = replace(slow, busy_s={"compute": 300.0})
+    result = comparison(plan=replace(plan, prediction=waiting), **small)
+    assert "wrong tool" in verdict_sentences(result)[-1]
+
+
 def test_so_many_gpus_end_in_time_by_the_speed_that_they_are_said_to_have() -> None:
     """One holds the model and would take 109 days; of several each has 85% of its speed."""
     tokens_a_day = 86_400 * 32768 / 3.4
@@ -146,6 +168,40 @@ def test_no_price_means_no_money() -> None:
     assert result.offload.dollars is None
     assert any("--price-per-hour" in s for s in assumption_sentences(result))
     assert "cost" not in verdict_sentences(result)[0]
+
+
+@pytest.mark.parametrize(
+    ("times", "words"),
+    [
+        (0.4, "60% less"),
+        (1.01, "the same"),
+        (1.9, "90% more"),
+        (2.6, "2.6 times as much"),
+        (25.98, "26 times as much"),
+    ],
+)
+def test_money_as_people_compare_it(times: float, words: str) -> None:
+    result = comparison()
+    assert result.resident is not None
+    assert result.resident.dollars is not None
+    dear = replace(result.offload, dollars=times * result.resident.dollars)
+    assert verdict_sentences(replace(result, offload=dear))[0].endswith(f", and costs {words}.")
+
+
+@pytest.mark.parametrize(
+    ("machine", "device"),
+    [
+        (make_machine(device_name="CPU of a laptop", device_memory_bytes=24 * GIB), "machine"),
+        (make_machine(is_unified=True, device_memory_bytes=24 * GIB), "machine"),
+        (make_machine(device_memory_bytes=24 * GIB), "GPU"),
+    ],
+)
+def test_a_cpu_is_called_no_gpu(machine: Machine, device: str) -> None:
+    for changes in ({}, {"num_parameters": 100_000_000}, {"train_tokens": 15e12}):
+        result = comparison(machine=machine, **changes)
+        said = " ".join([*verdict_sentences(result), *assumption_sentences(result)])
+        assert f" {device}" in said
+        assert ("GPU" in said) == (device == "GPU")
 
 
 @pytest.mark.parametrize("tokens", [0, -1, float("nan"), float("inf")])
