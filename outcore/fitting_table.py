@@ -48,12 +48,16 @@ class FittingTable(Table):
             yield f"[dim]too narrow for: {', '.join(left_out)}[/]"
 
     def _rows_in_lines(self, console: Console) -> Iterator[RenderableType]:
-        """Yield the first cell of each row, and beneath it the others with their headers."""
+        """Yield the first header once, and then of each row the first cell, and beneath it the
+        others with their headers.
+        """
+        if self.columns[0].header and self.show_header:
+            yield Text(f"{self.columns[0].header}:", style="table.header")
         for cells in zip(*(column.cells for column in self.columns), strict=True):
             for index, (column, cell) in enumerate(zip(self.columns, cells, strict=True)):
-                if not cell:
-                    continue
                 shown = console.render_str(cell) if isinstance(cell, str) else cell
+                if not shown:
+                    continue
                 if index and column.header and self.show_header and isinstance(shown, Text):
                     shown = Text.assemble(f"{column.header}: ", shown)
                 yield Padding(shown, (0, 0, 0, 2 if index else 0), expand=False)

@@ -62,6 +62,7 @@ def test_columns_go_in_the_order_given_and_are_named(width: int, left_out: list[
 
 def test_where_nothing_fits_all_cells_stand_beneath_each_other() -> None:
     assert shown(make_table(), 15) == [
+        "name:",
         "two words",
         "  second one:",
         "  12,345",
@@ -69,6 +70,14 @@ def test_where_nothing_fits_all_cells_stand_beneath_each_other() -> None:
         "  GiB",
         "  a fourth: 4",
     ]
+
+
+def test_what_has_no_name_or_no_cell_leaves_no_line() -> None:
+    table = FittingTable()
+    for header in ("", "figure", "remark"):
+        table.add_column(header)
+    table.add_row("a long name", "12,345.6", "[dim][/]")
+    assert shown(table, 15) == ["a long name", "  figure:", "  12,345.6"]
 
 
 def test_a_table_that_was_shown_narrow_is_whole_again_when_wide() -> None:

@@ -46,6 +46,12 @@ def test_a_plan_and_the_catalogue_in_half_a_terminal() -> None:
     assert figures(shown(catalogue, 40)) == figures(shown(catalogue, 200))
 
 
+def test_a_comparison_in_half_a_terminal_says_of_how_many_tokens() -> None:
+    question = {"num_parameters": 7_600_000_000, "hidden_size": 3584, "train_tokens": 1e13}
+    text = shown(comparison_report(compare(make_plan(), make_machine(), **question)), 40)
+    assert text.splitlines()[:3] == ["10 T tokens:", "offloading", "  GPUs: 1"]
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_plan(width: int) -> None:
     table = explain(make_plan(), machine=make_machine())
