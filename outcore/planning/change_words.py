@@ -79,24 +79,35 @@ def _typed(num_bytes: int) -> str:
 
 
 def _memory_words(asked: Job, changed: Job, machine: Machine) -> list[str]:
+    names = {"device": "device memory", "host": "host memory", "disk": "disk"}
+    part = ""
+    if machine.is_unified:
+        names["device"] = "memory"
+        if machine.device_memory_bytes < machine.host_memory_bytes:
+            part = " for its device"
     return [
-        f"{format_bytes(num_bytes)} of {_MEMORY[tier]} (the machine has {format_bytes(has_bytes)})"
+        f"{format_bytes(num_bytes)} of {names[tier]} (the machine has {format_bytes(has_bytes)}"
+        f"{part if tier == 'device' else ''})"
         for tier, num_bytes, has_bytes in _grown(asked, changed, machine)
         if num_bytes > has_bytes
     ]
 
 
-_MEMORY = {"device": "device memory", "host": "host memory", "disk": "disk"}
-
-
 def _grown(asked: Job, changed: Job, machine: Machine) -> Iterator[tuple[str, int, int]]:
-    """Yield each tier whose budget changed: its new bytes, and those of the machine."""
+    """Yield each tier whose budget changed: its new bytes, and those of the machine.
+
+    One memory that is too small is the device's alone: the host's budget is of the same bytes.
+    """
     has = {
         "device": machine.device_memory_bytes,
         "host": machine.host_memory_bytes,
         "disk": machine.disk_bytes,
     }
     for tier, has_bytes in has.items():
+        if tier == "host" and machine.is_unified:
+            device_bytes = changed.budgets.device_bytes or 0
+            if device_bytes > max(machine.device_memory_bytes, asked.budgets.device_bytes or 0):
+                continue
         before, after = (getattr(job.budgets, f"{tier}_bytes") for job in (asked, changed))
         if before != after and after is not None:
             yield tier, after, has_bytes

@@ -59,6 +59,23 @@ def test_of_one_memory_the_budget_that_was_given_is_the_one_to_raise(
     assert fits(tiny_spec(), machine, larger.job)
 
 
+@pytest.mark.parametrize(
+    ("name", "has"), [("m4-max", "96.0 GiB for its device"), ("cpu-laptop", "28.0 GiB")]
+)
+@pytest.mark.parametrize("host_bytes", [None, 20 * GIB])
+def test_one_memory_that_is_too_small_is_asked_for_once(
+    name: str, has: str, host_bytes: int | None
+) -> None:
+    machine, spec = catalogue_machine(name), model_spec("llama-3.1-8b")
+    budgets = replace(NO_DISK, host_bytes=host_bytes)
+    with pytest.raises(DoesNotFit) as caught:
+        make_plan(spec, machine, replace(ASKED, budgets=budgets))
+    larger = caught.value.changes[-1]
+    assert re.fullmatch(r"\d+\.\d GiB of memory \(the machine has " + has + r"\)", larger.options)
+    assert larger.what == larger.options
+    assert fits(spec, machine, larger.job)
+
+
 def test_a_micro_batch_follows_fewer_tokens() -> None:
     budgets = replace(NO_DISK, device_bytes=12 * GIB)
     job = Job(tokens=128 * 8192, seq_len=8192, micro_batch=63, budgets=budgets)
