@@ -284,6 +284,8 @@ def _config_of(source: str | Path | PretrainedConfig | Mapping[str, Any]) -> tup
         return source, str(source.model_type)
     if isinstance(source, Mapping):
         return config_from_dict(source), str(source.get("model_type"))
+    if not str(source).strip():
+        raise ValueError("an empty name: write that of a directory, an id of the Hub or a shape")
     if str(source) in shape_names():
         return shape_config(str(source)), str(source)
     if is_hub_id(source):

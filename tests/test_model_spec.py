@@ -271,3 +271,14 @@ def test_a_spec_with_adapters_takes_no_memory_for_them(monkeypatch: pytest.Monke
         real = with_adapters(model_without_values(config, name), adapters)
         assert not any(p.is_meta for n, p in real.named_parameters() if "lora_" in n)
         assert spec_of_model(real, name=spec.name) == spec
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_an_empty_name_is_not_that_of_the_current_directory(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(shape_config("smollm2-135m").to_dict()))
+    monkeypatch.chdir(tmp_path)
+    assert model_spec(".").name == tmp_path.name
+    with pytest.raises(ValueError, match="an empty name: write that of a directory"):
+        model_spec(name)

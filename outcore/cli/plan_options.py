@@ -17,6 +17,7 @@ from outcore.planning.within_machine import TooMuch, budgets_within, check_micro
 from outcore.units import format_bytes, parse_budget
 
 HERE = "here"
+_MOST_TRAIN_TOKENS = 1e18  # thousands of times what any model was trained on
 
 
 def check_compare(
@@ -25,7 +26,7 @@ def check_compare(
     """Refuse options of the comparison that are missing, impossible, or given without it."""
     if compare and train_tokens is None:
         raise typer.BadParameter("--compare needs --train-tokens, such as 1e9")
-    if train_tokens is not None and not 0 < train_tokens < float("inf"):
+    if train_tokens is not None and not 0 < train_tokens <= _MOST_TRAIN_TOKENS:
         raise typer.BadParameter(
             f"{train_tokens:g} is no number of tokens; write for example 1e9",
             param_hint="--train-tokens",

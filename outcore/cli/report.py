@@ -30,6 +30,8 @@ def check_file(file: str | None, option: str) -> None:
     """Refuse a place that cannot be written before any time is spent."""
     if file is None:
         return
+    if not file.strip():
+        raise typer.BadParameter("an empty name; name a file", param_hint=option)
     if file == "-":
         raise typer.BadParameter("name a file", param_hint=option)
     path = Path(file).absolute()

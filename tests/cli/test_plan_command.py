@@ -276,6 +276,8 @@ def test_a_smaller_budget_that_does_not_fit_is_told(planner: Planner) -> None:
         ([*MODEL, "--html", "/no/such/place/x.html"], "--html: /no/such/place is no directory"),
         ([*MODEL, "--html", "/tmp"], "--html: /tmp is a directory"),
         ([*MODEL, "--html", "-"], "--html: name a file"),
+        ([*MODEL, "--html", ""], "--html: an empty name; name a file"),
+        ([*MODEL, "--json", " "], "--json: an empty name; name a file"),
         ([*MODEL, "--html", "/proc/version_/x"], "is no directory"),
         ([*MODEL, "--html", "x.json", "--json", "x.json"], "--html: the file of --json"),
         ([*MODEL, "--html", "./x.json", "--json", "x.json"], "--html: the file of --json"),
@@ -284,6 +286,7 @@ def test_a_smaller_budget_that_does_not_fit_is_told(planner: Planner) -> None:
         ([*MODEL, "--gpus", "2"], "--gpus: only with --compare"),
         ([*MODEL, "--compare", "--train-tokens", "nan"], "nan is no number of tokens"),
         ([*MODEL, "--compare", "--train-tokens", "-5"], "-5 is no number of tokens"),
+        ([*MODEL, "--compare", "--train-tokens", "1e300"], "1e+300 is no number of tokens"),
         ([*MODEL, "--compare", "--train-tokens", "many"], "Invalid value for '--train-tokens'"),
         (
             [*MODEL, "--compare", "--train-tokens", "1e9", "--price-per-hour", "inf"],
