@@ -7,7 +7,6 @@ changes that make this less.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -17,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outcore.machine.machine import Machine
-from outcore.planning.change_words import is_beyond
+from outcore.planning.change_words import is_beyond, round_up
 from outcore.planning.choices import TIERS
 from outcore.planning.device_type import device_type, is_parted
 from outcore.planning.larger_machine import PRICES, is_far, simplest, worth_naming
-from outcore.planning.memory import DEVICE_SHARE, HOST_SHARE, PROCESS_BYTES, budgets_of
+from outcore.planning.memory import HOST_SHARE, PROCESS_BYTES, budgets_of, largest_budgets
 from outcore.planning.plan import Budgets, FrozenWeights, Job, StateFormat, Tier
 from outcore.store.allocator_slack import SHARE, budget_to_fill
 
@@ -97,7 +96,7 @@ class Changes:
         """Return the same change with as many tokens and as little disk as fit."""
         changed = self._with_most_tokens(changed)
         if changed.budgets.disk_bytes is None and self._job.budgets.disk_bytes == 0:
-            size = min(_round_up(self._least_disk(changed)), self._machine.disk_bytes)
+            size = min(round_up(self._least_disk(changed)), self._machine.disk_bytes)
             changed = replace(changed, budgets=replace(changed.budgets, disk_bytes=size))
         return changed
 
@@ -280,7 +279,7 @@ class Changes:
         if larger.budgets.disk_bytes == _ANY_DISK_BYTES:
             size, asked = self._least_disk(larger), self._job.budgets
             is_more = size > self._limits(self._job)[TIERS.index("disk")]
-            disk_bytes = _round_up(size) if is_more else asked.disk_bytes
+            disk_bytes = round_up(size) if is_more else asked.disk_bytes
             larger = replace(larger, budgets=replace(larger.budgets, disk_bytes=disk_bytes))
         return [larger]
 
@@ -300,22 +299,27 @@ class Changes:
 
     def _budgets(self, job: Job, num_bytes: dict[Tier, int]) -> Budgets:
         """Return budgets of which ``num_bytes`` can be filled, as they are printed."""
-        sizes = {tier: _round_up(self._budget_for(tier, n)) for tier, n in num_bytes.items()}
+        sizes = {tier: self._size(tier, self._budget_for(tier, n)) for tier, n in num_bytes.items()}
         if self._machine.is_unified and "device" in sizes and job.budgets.host_bytes is not None:
             sizes["host"] = max(sizes["device"], job.budgets.host_bytes)  # of the same bytes
             # A budget of the device that was not asked for would part a CPU's memory.
-            has_it = sizes["host"] <= self._machine.device_memory_bytes * DEVICE_SHARE
+            has_it = sizes["host"] <= largest_budgets(self._machine)["host"]
             if job.budgets.device_bytes is None and has_it:
                 del sizes["device"]
         if is_parted(self._machine) and "host" in sizes:
             device = sizes.get("device") or job.budgets.device_bytes or 0
             whole = int((sizes["host"] + device + PROCESS_BYTES) / HOST_SHARE) + 1
             if whole > self._machine.host_memory_bytes:  # of which the device has its part
-                sizes["host"] = _round_up(whole)
+                sizes["host"] = round_up(whole)
             elif sizes["host"] <= (job.budgets.host_bytes or whole):  # the device leaves enough
                 del sizes["host"]
         changed: dict[str, Any] = {f"{tier}_bytes": size for tier, size in sizes.items()}
         return replace(job.budgets, **changed)
+
+    def _size(self, tier: Tier, num_bytes: int) -> int:
+        """Return a budget of so much, as it is printed; all that there is where that is enough."""
+        size, most = round_up(num_bytes), largest_budgets(self._machine)[tier] >> 20 << 20
+        return most if num_bytes <= most < size else size
 
     def _budget_for(self, tier: Tier, num_bytes: int) -> int:
         """Return the budget of which ``num_bytes`` can be filled: of the device's, not all can."""
@@ -327,11 +331,3 @@ class Changes:
         limits = zip(TIERS, self._limits(self._job), strict=True)
         asked = [(getattr(job.budgets, f"{tier}_bytes"), limit) for tier, limit in limits]
         return float(sum(size / max(1, limit) for size, limit in asked if size is not None))
-
-
-def _round_up(num_bytes: int) -> int:
-    """Return the next number that is printed with one decimal and read back as no less."""
-    unit = 1024.0
-    while num_bytes >= 1024 * unit:
-        unit *= 1024
-    return math.ceil(math.ceil((num_bytes + 16) / unit * 10) * unit / 10) + 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from outcore.machine.machine import Machine
+from outcore.planning.memory import largest_budgets, machine_bytes
 from outcore.planning.plan import Job
 
 PRICES = (1000, 50, 1)  # of a byte, by TIERS: about $100, $5 and $0.1 a GB
@@ -14,13 +15,15 @@ _WORTH_ONE_MORE = 0.8  # of what the larger machine costs without one more chang
 
 def cost(job: Job, machine: Machine) -> float:
     """Return what a job's budgets cost beyond the machine, in the price of a byte of a disk."""
-    has = machine.device_memory_bytes, machine.host_memory_bytes, machine.disk_bytes
-    budgets = job.budgets
-    asked = [budgets.device_bytes, budgets.host_bytes, budgets.disk_bytes]
-    if machine.is_unified and None not in asked[:2]:
-        asked[1] = None  # of the same bytes
-    beyond = zip(PRICES, asked, has, strict=True)
-    return sum(price * max(0, (size or 0) - there) for price, size, there in beyond)
+    total = 0.0
+    for price, (tier, most) in zip(PRICES, largest_budgets(machine).items(), strict=True):
+        if tier == "host" and machine.is_unified and job.budgets.device_bytes is not None:
+            continue  # of the same bytes
+        budget = getattr(job.budgets, f"{tier}_bytes") or 0
+        if budget > most:
+            whole, has = (machine_bytes(tier, n, machine) for n in (budget, most))
+            total += price * (whole - has)
+    return total
 
 
 def is_far(job: Job, machine: Machine) -> bool:

@@ -6,6 +6,7 @@ What the books do not see, because the allocator of the device makes it while a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -19,7 +20,7 @@ from outcore.planning.cost import input_bytes
 from outcore.planning.device_type import device_type, is_parted
 from outcore.planning.loss_chunks import chunk_rows
 from outcore.planning.placement import Placement, Units
-from outcore.planning.plan import CHECKPOINT_STAGING, WORKING_MEMORY, Budgets, Job
+from outcore.planning.plan import CHECKPOINT_STAGING, WORKING_MEMORY, Budgets, Job, Tier
 from outcore.planning.state_bytes import StateBytes
 from outcore.saved_activations import saves_little
 from outcore.store.allocator_slack import fillable_bytes
@@ -45,10 +46,10 @@ def budgets_of(machine: Machine, budgets: Budgets) -> dict[str, int]:
     """
     device = budgets.device_bytes
     if device is None:
-        device = int(machine.device_memory_bytes * DEVICE_SHARE)
+        device = _device_gives(machine)
     host = budgets.host_bytes
     if host is None:
-        host = max(0, int(machine.host_memory_bytes * HOST_SHARE) - PROCESS_BYTES)
+        host = _host_gives(machine)
     elif machine.is_unified:
         device = min(device, host)
     if is_parted(machine):
@@ -62,6 +63,36 @@ def budgets_of(machine: Machine, budgets: Budgets) -> dict[str, int]:
         "host": 0 if machine.is_unified else host,
         "disk": disk if has_disk else 0,
     }
+
+
+def _device_gives(machine: Machine) -> int:
+    return int(machine.device_memory_bytes * DEVICE_SHARE)
+
+
+def _host_gives(machine: Machine) -> int:
+    return max(0, int(machine.host_memory_bytes * HOST_SHARE) - PROCESS_BYTES)
+
+
+def largest_budgets(machine: Machine) -> dict[Tier, int]:
+    """Return the budgets that a machine gives where none are asked for: more leaves too little.
+
+    Of a memory that is parted each part may be all of it, as far as that alone goes.
+    """
+    if is_parted(machine):
+        device, host = machine.device_memory_bytes, machine.host_memory_bytes
+    else:
+        device = _device_gives(machine)
+        host = device if machine.is_unified else _host_gives(machine)
+    return {"device": device, "host": host, "disk": machine.disk_bytes}
+
+
+def machine_bytes(tier: Tier, budget: int, machine: Machine) -> int:
+    """Return what a machine like this one would have of a tier to give such a budget."""
+    if tier == "disk" or is_parted(machine):  # budgets of its parts are as large as the whole
+        return budget
+    if tier == "device" or machine.is_unified:
+        return math.ceil(budget / DEVICE_SHARE)
+    return math.ceil((budget + PROCESS_BYTES) / HOST_SHARE)
 
 
 class MemoryModel:

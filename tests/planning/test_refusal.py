@@ -333,17 +333,17 @@ ASKED = Job(tokens=32_768, seq_len=2048, budgets=NO_DISK)
         ),
         (
             {"budgets": replace(NO_DISK, device_bytes=48 * GIB)},
-            "48.0 GiB of device memory (the machine has 23.5 GiB)",
-            "48.0 GiB of device memory (the machine has 23.5 GiB)",
+            "49.0 GiB of device memory (the machine has 23.5 GiB)",
+            "49.0 GiB of device memory (the machine has 23.5 GiB)",
         ),
         (
             {
                 "micro_batch": 1,
                 "budgets": replace(NO_DISK, device_bytes=48 * GIB, disk_bytes=4096 * GIB),
             },
-            "micro_batch=1, 48.0 GiB of device memory (the machine has 23.5 GiB) and 4.0 TiB of "
+            "micro_batch=1, 49.0 GiB of device memory (the machine has 23.5 GiB) and 4.0 TiB of "
             "disk (the machine has 2.0 TiB)",
-            "--micro-batch 1 with 48.0 GiB of device memory (the machine has 23.5 GiB) and 4.0 TiB "
+            "--micro-batch 1 with 49.0 GiB of device memory (the machine has 23.5 GiB) and 4.0 TiB "
             "of disk (the machine has 2.0 TiB)",
         ),
         (
