@@ -12,6 +12,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from outcore.data.raw_rows import RowFault
 from outcore.data.row_format import Chat
+from outcore.data.turns import Message
 from outcore.errors import UnsupportedTemplate
 
 Spans = list[tuple[int, int]]  # from which to which character
@@ -41,30 +42,37 @@ class ChatTemplate:
                 "directory"
             )
         template: str = self._tokenizer.get_chat_template()
-        if self._leaves_text_out(template):
-            raise UnsupportedTemplate(
-                "the chat template leaves out what messages say where that is a text: it is made "
-                "for lists of parts, such as images. Give the tokenizer one for texts"
-            )
         return template
 
-    def _leaves_text_out(self, template: str) -> bool:
-        """Whether it goes through a text as if that were a list, and finds nothing there."""
-        try:
-            texts, _ = render_jinja_template(
-                conversations=[[{"role": "user", "content": _ANY_WORD}]],
-                chat_template=template,
-                **self._tokenizer.special_tokens_map,
-            )
-        except TemplateSyntaxError as error:  # of every row
-            raise UnsupportedTemplate(
-                f"the chat template has a mistake in its line {error.lineno}: {error.message}. "
-                "Correct it in the tokenizer's directory (chat_template.jinja, or "
-                "tokenizer_config.json)"
-            ) from None
-        except _REFUSALS:  # rows will tell
-            return False
-        return _ANY_WORD not in texts[0]
+    @functools.cached_property
+    def _wants_parts(self) -> bool:
+        """Whether contents have to be lists of parts: templates of models that see images.
+
+        They go through a text as if it were a list, and find nothing there.
+        """
+        template = self._text
+        said = [_ANY_WORD, [{"type": "text", "text": _ANY_WORD}]]
+        for wants_parts, content in enumerate(said):
+            try:
+                texts, _ = render_jinja_template(
+                    conversations=[[{"role": "user", "content": content}]],
+                    chat_template=template,
+                    **self._tokenizer.special_tokens_map,
+                )
+            except TemplateSyntaxError as error:  # of every row
+                raise UnsupportedTemplate(
+                    f"the chat template has a mistake in its line {error.lineno}: {error.message}. "
+                    "Correct it in the tokenizer's directory (chat_template.jinja, or "
+                    "tokenizer_config.json)"
+                ) from None
+            except _REFUSALS:  # rows will tell
+                return False
+            if _ANY_WORD in texts[0]:
+                return bool(wants_parts)
+        raise UnsupportedTemplate(
+            "the chat template leaves out what messages say where that is a text. Give the "
+            "tokenizer another one"
+        )
 
     @functools.cached_property
     def marks_answers(self) -> bool:
@@ -83,19 +91,18 @@ class ChatTemplate:
         """
         if not chat.messages:
             return "", []
-        template = self._text  # not below: what is wrong with it is no fault of a row
+        if self._wants_parts:  # not below: what is wrong with the template is no fault of a row
+            chat = replace(chat, messages=tuple(map(_in_parts, chat.messages)))
         try:
-            return self._rendered(template, chat, add_generation_prompt)
+            return self._rendered(chat, add_generation_prompt)
         except _REFUSALS as error:
             raise RowFault(f"the chat template refuses it: {error}{self._remedy(chat)}") from None
 
-    def _rendered(
-        self, template: str, chat: Chat, add_generation_prompt: bool
-    ) -> tuple[str, Spans]:
+    def _rendered(self, chat: Chat, add_generation_prompt: bool) -> tuple[str, Spans]:
         texts, marked = render_jinja_template(
             conversations=[list(chat.messages)],
             tools=list(chat.tools) or None,
-            chat_template=template,
+            chat_template=self._text,
             return_assistant_tokens_mask=self.marks_answers,
             add_generation_prompt=add_generation_prompt,
             **self._tokenizer.special_tokens_map,
@@ -108,7 +115,13 @@ class ChatTemplate:
         if first["role"] != "system" or not others:
             return ""
         try:
-            self._rendered(self._text, replace(chat, messages=tuple(others)), False)
+            self._rendered(replace(chat, messages=tuple(others)), False)
         except _REFUSALS:
             return ""
         return ". What the system says can stand in the first question"
+
+
+def _in_parts(message: Message) -> Message:
+    if not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}

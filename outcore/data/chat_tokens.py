@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outcore.data.chat_template import ChatTemplate, Spans
-from outcore.data.left_out import check_answers, check_questions
+from outcore.data.left_out import check_answers, check_questions, says_all
 from outcore.data.raw_rows import RowFault
 from outcore.data.row_format import Chat
 from outcore.data.tool_calls import form_for
@@ -27,8 +27,9 @@ LossOn = Literal["answers", "last-answer", "all"]
 Tokens = tuple[NDArray[np.uint32], NDArray[np.bool_]]  # ids, and which of them count for the loss
 
 _REMEDY = (
-    "Give the tokenizer a template with {% generation %} around the answers, or count only the "
-    "last answer (loss_on='last-answer') or every token (loss_on='all')"
+    "Give the tokenizer a template with {% generation %} around the answers (TRL has those of many "
+    "models: trl.chat_template_utils.get_training_chat_template), or count only the last answer "
+    "(loss_on='last-answer') or every token (loss_on='all')"
 )
 
 
@@ -109,13 +110,14 @@ class ChatTokenizer:
     def _answers(self, chat: Chat, counted: Sequence[int]) -> tuple[str, Spans]:
         """Return the whole text, and from which to which character each counted answer goes."""
         text, marked = self._template.render(chat)
+        check_questions(self._template.name, chat.messages, text)
         if self._template.marks_answers:
             spans, learned = self._by_marks(chat, counted, text, marked)
+            check_answers(
+                self._template.name, chat.messages, dict(zip(counted, learned, strict=True))
+            )
         else:
             spans = [self._span_of(chat, turn, text) for turn in counted]
-            learned = [text[start:end] for start, end in spans]
-        check_questions(self._template.name, chat.messages, text)
-        check_answers(self._template.name, chat.messages, dict(zip(counted, learned, strict=True)))
         return text, spans
 
     def _by_marks(
@@ -141,6 +143,9 @@ class ChatTokenizer:
         before = self._prefix(asked, add_generation_prompt=True)
         is_last = turn == len(messages) - 1
         after = text if is_last else self._prefix(answered)
+        end = self._tokenizer.eos_token
+        if end and not text.startswith(after):
+            after = after.removesuffix(end)  # some write it behind the whole chat alone
         if turn == 0 or not after.startswith(before):
             before = self._before_content(answered, after)
         if not text.startswith(after) or not after.startswith(before):
@@ -149,6 +154,11 @@ class ChatTokenizer:
                 f"answer in turn {turn + 1} of {len(messages)} cannot be told from the rest. "
                 f"{_REMEDY}"
             )
+        said = after[len(before) :]
+        if not says_all(messages[turn], said):
+            # With what a prompt ends in: many begin the thoughts, which the answer goes on with.
+            said = after[len(self._prefix(asked)) :]
+            check_answers(self._template.name, messages, {turn: said})
         return len(before), len(after)
 
     def _before_content(self, chat: Chat, after: str) -> str:

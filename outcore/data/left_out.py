@@ -7,7 +7,7 @@ thoughts before an answer, and many do not know ``reasoning_content``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from outcore.data.turns import Message
 from outcore.errors import UnsupportedTemplate
@@ -36,14 +36,23 @@ def check_questions(who: str, messages: tuple[Message, ...], text: str) -> None:
 def check_answers(who: str, messages: tuple[Message, ...], learned: Mapping[int, str]) -> None:
     """Raise UnsupportedTemplate where a turn says more than what is learned of it."""
     for turn, text in learned.items():
-        for name in ("content", *_THOUGHTS):
-            if not _has(text, messages[turn].get(name)):
-                raise UnsupportedTemplate(
-                    f"{who} leaves out {_what(messages[turn], turn, name)}, and what is left would "
-                    "be learned as the answer. Give the tokenizer a template that writes all of "
-                    "it, learn only the last answer (loss_on='last-answer') where that is written, "
-                    "or take it out of the rows"
-                )
+        for name in _left_out(messages[turn], text):
+            raise UnsupportedTemplate(
+                f"{who} leaves out {_what(messages[turn], turn, name)}, and what is left would "
+                "be learned as the answer. Give the tokenizer a template that writes all of "
+                "it, learn only the last answer (loss_on='last-answer') where that is written, "
+                "or take it out of the rows"
+            )
+
+
+def says_all(message: Message, text: str) -> bool:
+    """Whether all that the turn says is in the text."""
+    return not list(_left_out(message, text))
+
+
+def _left_out(message: Message, text: str) -> Iterator[str]:
+    """Yield the fields of an answer that are not in the text."""
+    return (name for name in ("content", *_THOUGHTS) if not _has(text, message.get(name)))
 
 
 def _what(message: Message, turn: int, name: str = "content") -> str:

@@ -196,16 +196,48 @@ def test_several_templates_without_a_default(tmp_path: Path, make_cache: Any) ->
     assert texts(make_cache(some, using=tokenizer), tokenizer) == ["the cat<|end|>"]
 
 
-def test_a_template_for_lists_of_parts() -> None:
-    """As SmolVLM's: it would find no part in a text, and every answer would be empty."""
-    parts = CHATML.replace(
-        "{{ message['content'] }}",
-        "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
-        "{% endif %}{% endfor %}",
+PARTS = (  # SmolVLM's, which finds no part in a text
+    "{% for part in message['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("loss_on", ["answers", "all"])
+def test_a_template_for_lists_of_parts(loss_on: Any) -> None:
+    tokenizer = make_tokenizer(CHATML.replace("{{ message['content'] }}", PARTS))
+    assert split_up(tokenizer, Chat(TALK), loss_on) == split_up(PREFIXES, Chat(TALK), loss_on)
+    images = make_tokenizer(CHATML.replace("{{ message['content'] }}", "<image>"))
+    with pytest.raises(UnsupportedTemplate, match="leaves out what messages say"):
+        ChatTokenizer(images, loss_on).tokens(Chat(tuple(chat("a", "b"))))
+
+
+def test_an_end_behind_the_whole_chat_alone() -> None:
+    """Phi-3's: the last answer ends with it, those before with the end of a turn."""
+    tokenizer = make_tokenizer(
+        CHATML.replace(
+            "{% if add_generation",
+            "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}{% if add_generation",
+        )
     )
-    for loss_on in ("answers", "all"):
-        with pytest.raises(UnsupportedTemplate, match="leaves out what messages say"):
-            ChatTokenizer(make_tokenizer(parts), loss_on).tokens(Chat(tuple(chat("a", "b"))))
+    assert split_up(tokenizer, Chat(TALK))[1] == [
+        "hello<|im_end|>\n",
+        "the mat 🎉<|im_end|>\n<|end|>",
+    ]
+
+
+@pytest.mark.parametrize("open_thoughts", ["<think>\n", "<think>\n\n</think>\n\n"])
+def test_thoughts_that_the_prompt_begins(open_thoughts: str) -> None:
+    """Qwen 3.5's, with and without thinking: the answer goes on behind them."""
+    begun = CHATML.replace("assistant\n{% endif %}", f"assistant\n{open_thoughts}{{% endif %}}")
+    thoughtful = {"role": "assistant", "content": "<think>\nso\n</think>\n\nthe cat"}
+    if "</think>" in open_thoughts:  # an answer without thoughts has empty ones
+        begun = begun.replace(
+            "{{ message['content'] }}",
+            "{% if message['role'] == 'assistant' and '<think>' not in message['content'] %}"
+            "<think>\n\n</think>\n\n{% endif %}{{ message['content'] }}",
+        )
+    learned = split_up(make_tokenizer(begun), Chat((TALK[0], thoughtful)))[1]
+    assert learned == ["so\n</think>\n\nthe cat<|im_end|>\n"]
 
 
 def test_an_answer_with_several_marks() -> None:
