@@ -365,26 +365,6 @@ def test_a_pair_that_is_cut_twice_is_one_example(tmp_path: Path, make_cache: Any
         assert (batches.pieces.num_cut, batches.num_sequences) == (2, 3)
 
 
-def test_a_held_out_fraction_is_stable(tmp_path: Path, make_cache: Any) -> None:
-    tokenizer = make_tokenizer()
-    rows = [{"text": f"document {n}"} for n in range(400)]
-
-    def held_out(path: Path, using: Any = None) -> set[str]:
-        cache = make_cache(path, using=using)
-        training, held = split_held_out(cache, 0.1)
-        assert sorted([*training, *held]) == list(range(cache.num_examples))
-        found = documents(cache)
-        return {(using or tokenizer).decode(found[index]) for index in held}
-
-    first = held_out(write_jsonl(tmp_path / "a.jsonl", rows))
-    assert 20 <= len(first) <= 60
-    more = [{"text": f"new {n}"} for n in range(50)]
-    moved = held_out(write_jsonl(tmp_path / "b.jsonl", [*more, *reversed(rows), *rows]))
-    assert {text for text in moved if text.startswith("document")} == first
-    other = make_tokenizer(vocabulary=270)
-    assert held_out(tmp_path / "a.jsonl", other) == first
-
-
 def test_batches_of_a_split_share_nothing(cache: TokenCache) -> None:
     training, held_out = split_held_out(cache, 0.3)
     rows = []
@@ -403,14 +383,6 @@ def test_examples_that_are_not_there(cache: TokenCache) -> None:
             Batches(cache, BatchOptions(batch_size=1, seq_len=8), examples=np.array(examples))
     with pytest.raises(ValueError, match="no sequences"):
         Batches(cache, BatchOptions(batch_size=1, seq_len=8), examples=np.arange(0))
-
-
-def test_a_split_with_an_empty_side(cache: TokenCache) -> None:
-    with pytest.raises(ValueError, match="leaves one side empty"):
-        split_held_out(cache, 1e-9)
-    for fraction in (0, 1, -0.5):
-        with pytest.raises(ValueError, match="between 0 and 1"):
-            split_held_out(cache, fraction)
 
 
 @pytest.mark.parametrize(

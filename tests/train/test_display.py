@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from train_files import step_figures
 
 from outcore.train import display as display_module
 from outcore.train.display import Display, LiveDisplay
-from outcore.train.figures import StepFigures
 
 
 class Clock:
@@ -28,21 +28,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(display_module, "time", made)
     return made
-
-
-def figures(step: int, step_s: float, num_steps: int = 1000) -> StepFigures:
-    return StepFigures(
-        step=step,
-        num_steps=num_steps,
-        loss=2.0,
-        grad_norm=1.0,
-        lr=1e-5,
-        step_s=step_s,
-        tokens_per_s=1.0,
-        tflops=1.0,
-        data_wait_s=0.0,
-        epoch=0.0,
-    )
 
 
 def terminal(width: int = 100) -> Console:
@@ -63,8 +48,8 @@ def test_a_terminal_and_a_log_have_the_same_time_left(clock: Clock, step_s: floa
     with live.steps(0, 1000):
         for step, taken_s in enumerate((9 * step_s, step_s, step_s, step_s), 1):
             clock.now_s += taken_s
-            live.step(figures(step, taken_s))
-            plain.step(figures(step, taken_s))
+            live.step(step_figures(step, taken_s))
+            plain.step(step_figures(step, taken_s))
         left = log.file.getvalue().split()[-2]  # type: ignore[attr-defined]
         assert shown(live)[0].endswith(f" elapsed, {left} left")
     hours, minutes, seconds = map(int, left.split(":"))
@@ -84,7 +69,7 @@ def test_the_times_are_whole_in_every_width(clock: Clock, width: int) -> None:
     live = LiveDisplay(terminal(width))
     with live.steps(10_000, 100_000):
         clock.now_s += 65
-        live.step(figures(10_001, 65.0, num_steps=100_000))
+        live.step(step_figures(10_001, 65.0, num_steps=100_000))
         bar, *others = shown(live)
     assert len(bar) <= width
     assert "10,001/100,000" in bar
@@ -96,7 +81,7 @@ def test_nothing_is_left_after_the_last_step(clock: Clock) -> None:
     live = LiveDisplay(terminal())
     with live.steps(0, 1):
         clock.now_s += 5
-        live.step(figures(1, 5.0, num_steps=1))
+        live.step(step_figures(1, 5.0, num_steps=1))
         assert shown(live)[0].endswith(" 1/1 0:00:05 elapsed")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
+from train_files import step_figures
 
 from outcore.train.display import Display
 from outcore.train.figures import StepFigures
@@ -26,26 +27,11 @@ class Reading(Display):
         self.found.append((figures.step, line["loss"]))
 
 
-def figures_of(step: int, step_s: float) -> StepFigures:
-    return StepFigures(
-        step=step,
-        num_steps=3,
-        loss=0.0,
-        grad_norm=1.0,
-        lr=1e-3,
-        step_s=step_s,
-        tokens_per_s=1.0,
-        tflops=1.0,
-        data_wait_s=0.0,
-        epoch=0.0,
-    )
-
-
 def test_a_step_that_is_shown_is_in_the_metrics(tmp_path: Path) -> None:
     """Who kills a run at a line of its log finds that step, with the loss that came a step late."""
     metrics, display = Metrics(tmp_path, first_step=1, tensorboard=False), Reading(tmp_path)
     teller = StepTeller(display, metrics)
     for step, loss_before in ((1, None), (2, [4.0]), (3, [2.0])):
-        teller.step(loss_before, lambda step_s, step=step: figures_of(step, step_s))
+        teller.step(loss_before, lambda step_s, step=step: step_figures(step, step_s))
     assert display.found == [(1, 4.0), (2, 2.0)]
     metrics.close()

@@ -10,6 +10,7 @@ import torch
 from tokenizers_made_here import CHATML, chat, make_tokenizer, write_jsonl
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outcore.train.figures import StepFigures
 from outcore.train.settings import TrainSettings
 
 WORDS = ["the", "cat", "sat", "on", "mat", "and", "said", "hello", "to", "world"]
@@ -67,3 +68,19 @@ def write_chats(path: Path, count: int = 200, seed: int = 0) -> Path:
         words = chosen.choices(WORDS, k=chosen.randint(3, 9))
         rows.append({"messages": chat(" ".join(words), " ".join(reversed(words)))})
     return write_jsonl(path, rows)
+
+
+def step_figures(step: int, step_s: float, num_steps: int = 1000) -> StepFigures:
+    """A step as a display is told of it; of its values only these matter."""
+    return StepFigures(
+        step=step,
+        num_steps=num_steps,
+        loss=2.0,
+        grad_norm=1.0,
+        lr=1e-5,
+        step_s=step_s,
+        tokens_per_s=1.0,
+        tflops=1.0,
+        data_wait_s=0.0,
+        epoch=0.0,
+    )
