@@ -65,6 +65,7 @@ FILES = {
     "2026-11-18-h200-plans-one-probe.json": probed("2026-11-18-h200-plans-one-probe-probe.json"),
     "2026-11-18-h200-plans-slow-look.json": probed("2026-11-18-h200-plans-slow-look-probe.json"),
     "2026-11-18-h200-plans-aside.json": probed("2026-11-18-h200-plans-aside-probe.json"),
+    "2026-11-20-h200-plans.json": probed("2026-11-20-h200-plans-probe.json"),
 }
 
 
@@ -76,6 +77,7 @@ HOLDING = {
     "2026-11-18-h200-plans-one-probe.json",
     "2026-11-18-h200-plans-slow-look.json",
     "2026-11-18-h200-plans-aside.json",
+    "2026-11-20-h200-plans.json",
 }
 # Before these, one lane read and one wrote, in pieces of 16 M elements.
 SEVERAL_LANES = {*HOLDING, "2026-11-18-h200-plans-lanes.json"}
