@@ -50,6 +50,11 @@ class Loan:
         assert self._buffer is not None, "nothing was taken"
         return self._buffer
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody wants the gradient any more."""
+        return self._is_over
+
     def take(self) -> Tensor | None:
         """Wait for a buffer and return it; None if nobody wants it any more."""
         buffer, free_after = self._free.get()

@@ -226,16 +226,15 @@ class PassingSink:
         loan, arrived = self._ring.loan(), Fence()
 
         def copy() -> None:
-            buffer = loan.take()
-            if buffer is not None:
-                buffer[: wire.numel()].copy_(wire, non_blocking=True)
+            if not loan.is_over:
+                loan.buffer[: wire.numel()].copy_(wire, non_blocking=True)
                 _hold(wire, self._copy_out)
 
         try:
             # The update first: one that is refused has borrowed nothing.
             self._submit(chunk, lambda: loan.buffer[: chunk.numel], [arrived], loan.give_back)
             label = f"gradient {chunk.unit.name}"
-            self._copy_out.submit(copy, after=[ready], fence=arrived, label=label)
+            self._copy_out.submit(copy, after=[ready], first=loan.take, fence=arrived, label=label)
         except BaseException as error:  # whoever has the update must not wait for its gradient
             arrived.error = error
             arrived.mark_issued()

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -100,6 +101,16 @@ def _told(first: BaseException) -> LaneError:
     return LaneError(what)
 
 
+class _Work(NamedTuple):
+    """What a lane is to do."""
+
+    work: Callable[[], None]
+    after: Sequence[Fence]
+    first: Callable[[], object] | None
+    fence: Fence
+    label: str
+
+
 class Lane:
     """A thread that carries out work in the order of submission."""
 
@@ -114,10 +125,7 @@ class Lane:
         self.hardware = hardware
         self._device = device if device is not None and device.type == "cuda" else None
         self.stream = torch.cuda.Stream(self._device) if self._device is not None else None
-        self._queue: queue.SimpleQueue[
-            tuple[Callable[[], None], Sequence[Fence], Fence, str] | None
-        ]
-        self._queue = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._closing = False
         self._owner_pid = os.getpid()
         self._lock = threading.RLock()  # re-entrant: the collector may close a lane anywhere
@@ -129,11 +137,13 @@ class Lane:
         work: Callable[[], None],
         *,
         after: Sequence[Fence] = (),
+        first: Callable[[], object] | None = None,
         fence: Fence | None = None,
         label: str | None = None,
     ) -> Fence:
         """Queue ``work`` to run when the fences in ``after`` are passed; return its own fence.
 
+        ``first`` waits for what has no fence: a recording does not count it as work.
         ``label``: what a recording calls it.
         """
         fence = fence if fence is not None else Fence()
@@ -146,7 +156,7 @@ class Lane:
         with self._lock:  # nothing may come behind the None of close()
             if self._closing:
                 raise LaneError(f"lane {self.name} is closed")
-            self._queue.put((work, tuple(after), fence, label or self.name))
+            self._queue.put(_Work(work, tuple(after), first, fence, label or self.name))
         return fence
 
     def stop(self) -> None:
@@ -172,28 +182,29 @@ class Lane:
         on_stream = torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext()
         with torch.no_grad(), on_stream:
             while (item := self._queue.get()) is not None:
-                work, after, fence, label = item
+                fence = item.fence
                 if self._closing:
                     fence.error = LaneError(f"lane {self.name} was closed")
                 else:
-                    self._carry_out(work, after, fence, label)
+                    self._carry_out(item)
                     if fence.error is not None:
                         forget_locals(fence.error)
                 fence.mark_issued()
-                del item, work, after, fence  # hold no tensor while idle
+                del item, fence  # hold no tensor while idle
 
-    def _carry_out(
-        self, work: Callable[[], None], after: Sequence[Fence], fence: Fence, label: str
-    ) -> None:
+    def _carry_out(self, item: _Work) -> None:
+        fence = item.fence
         try:
-            for earlier in after:
+            for earlier in item.after:
                 if self.stream is not None:
                     earlier.before_compute()
                 else:
                     earlier.block()
+            if item.first is not None:
+                item.first()
             injected_delay(self.stream)
-            with recorded(self.hardware, label, self.stream):
-                work()
+            with recorded(self.hardware, item.label, self.stream):
+                item.work()
             if self.stream is not None:
                 fence.event = _new_event()
                 fence.event.record(self.stream)

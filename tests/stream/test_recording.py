@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import threading
 import time
 
@@ -11,6 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outcore
+from outcore.errors import LaneError
+from outcore.optim.gradient_ring import Loan
 from outcore.stream.lanes import Lane
 from outcore.stream.recording import recorded, recording
 from outcore.timeline import LANES
@@ -32,6 +35,27 @@ def test_spans_follow_the_order_of_a_lane() -> None:
     assert {span.lane for span in spans} == {"to device"}
     assert 0.015 < spans[0].end_s - spans[0].start_s < 1.0
     assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(spans))
+
+
+def test_waiting_without_a_fence_is_no_work() -> None:
+    lane = Lane("copies", hardware="to host")
+    with recording(CPU) as found:
+        lane.submit(lambda: time.sleep(0.01), first=lambda: time.sleep(0.2)).block()
+    lane.close()
+    (span,) = found.spans()
+    assert span.start_s >= 0.2
+    assert 0.01 <= span.end_s - span.start_s < 0.15
+
+
+def test_a_failure_while_waiting_is_the_works_own() -> None:
+    def fail() -> None:
+        raise ValueError("nothing came")
+
+    lane, done = Lane("copies"), []
+    with pytest.raises(LaneError, match="nothing came"):
+        lane.submit(lambda: done.append(1), first=fail).block()
+    lane.close()
+    assert not done
 
 
 def test_only_one_recording_at_a_time() -> None:
@@ -88,3 +112,34 @@ def test_a_step_shows_its_lanes() -> None:
         assert any(label == f"update {name}" for _, label in names)
     assert names.count(("compute", "head and loss")) == 2
     outcore.release(model)
+
+
+def test_gradients_that_wait_for_a_buffer_are_not_being_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of updates during the backward go through a ring, whose buffers updates give back."""
+    take = Loan.take
+
+    def take_late(loan: Loan) -> torch.Tensor | None:
+        time.sleep(0.05)
+        return take(loan)
+
+    monkeypatch.setattr(Loan, "take", take_late)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=97,
+    )
+    model = outcore.offload(LlamaForCausalLM(config).train(), device="cpu", num_visits=0)
+    optimizer = outcore.AdamW(model, lr=1e-3, update_during_backward=True)
+    ids = torch.randint(0, 97, (2, 8))
+    with recording(CPU) as found:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        outcore.synchronize(model)
+    copies = [span for span in found.spans() if span.lane == "to host"]
+    assert len(copies) >= 3
+    assert statistics.median(span.end_s - span.start_s for span in copies) < 0.03
