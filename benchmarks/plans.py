@@ -68,6 +68,9 @@ SETTINGS = {
     "7b-24g-no-clip": Setting(shape="qwen2.5-7b", clips=False, plan={"device_memory": "24GiB"}),
     "3b": Setting(shape="qwen2.5-3b"),
     "3b-16g": Setting(shape="qwen2.5-3b", plan={"device_memory": "16GiB"}),
+    "0.5b-small": Setting(  # bound by launches, see the limits in docs/planning.md
+        shape="qwen2.5-0.5b", seq_len=256, steps=20
+    ),
     "14b": Setting(shape="qwen2.5-14b"),
     "32b-compact": Setting(shape="qwen2.5-32b", plan={"state_format": "compact"}),
     "72b-minimal": Setting(
