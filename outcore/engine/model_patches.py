@@ -59,7 +59,9 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
             module, position = unit.part.module, num_blocks if unit.part.is_block else None
             num_blocks += unit.part.is_block
             block = StreamedBlock(unit, module, services, position)
-            _replace(engine, module, "forward", functools.partial(_block_forward, engine, block))
+            replace_attribute(
+                engine, module, "forward", functools.partial(_block_forward, engine, block)
+            )
             if unit.part.is_block and getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
         else:
@@ -70,7 +72,7 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
     if head is not None:
         _make_head_wait_after_body(model, engine, head)
         forward = functools.partial(_head_forward, engine, head, head.forward)
-        _replace(engine, head, "forward", forward)
+        replace_attribute(engine, head, "forward", forward)
     _check_tokens(model, engine, head)
     _patch_methods(model, engine)
     blocks = [unit.part.module for unit in engine.units if unit.arrives_whole]
@@ -79,7 +81,7 @@ def patch_model(model: nn.Module, engine: Engine, head: nn.Linear | None) -> Non
         *saving_methods(model),
         *uncompiled_methods(model, blocks),
     ]:
-        _replace(engine, module, name, method)
+        replace_attribute(engine, module, name, method)
     engine.undo_patches += hook_packed_parameters(engine.units, engine.device)
 
 
@@ -112,7 +114,7 @@ def _head_forward(
     )
 
 
-def _replace(engine: Engine, module: nn.Module, name: str, value: Any) -> None:
+def replace_attribute(engine: Engine, module: nn.Module, name: str, value: Any) -> None:
     """Give this one instance another attribute, over its class's."""
     before = module.__dict__.get(name)
     setattr(module, name, value)
@@ -223,11 +225,13 @@ def _patch_methods(model: nn.Module, engine: Engine) -> None:
     if hasattr(model, "resize_token_embeddings"):
         replacements["resize_token_embeddings"] = _refuse_resize
     for name, value in replacements.items():
-        _replace(engine, model, name, value)
+        replace_attribute(engine, model, name, value)
     for module in model.modules():
-        _replace(engine, module, "_apply", functools.partial(_apply_nothing, module))
+        replace_attribute(engine, module, "_apply", functools.partial(_apply_nothing, module))
         if hasattr(type(module), "gradient_checkpointing_enable"):
-            _replace(engine, module, "gradient_checkpointing_enable", _keep_own_recomputing)
+            replace_attribute(
+                engine, module, "gradient_checkpointing_enable", _keep_own_recomputing
+            )
 
 
 def unpatch_model(engine: Engine) -> None:
@@ -285,7 +289,10 @@ def _without_cache(
     by_position = dict(zip(names, args, strict=False))
     given = {**by_position, **kwargs}
     if given.get("past_key_values") is not None:
-        raise ValueError("past_key_values cannot be used while gradients are enabled")
+        raise ValueError(
+            "past_key_values cannot be used while gradients are enabled (prefix tuning trains "
+            "them: use another of PEFT's methods, such as LoRA)"
+        )
     if given.get("use_cache"):
         warnings.warn("use_cache=True is ignored while gradients are enabled", stacklevel=2)
     if "use_cache" in by_position:

@@ -276,6 +276,11 @@ def engine_of(model: nn.Module) -> Engine:
     return engine
 
 
+def is_offloaded(model: object) -> bool:
+    """Whether ``model`` itself is: not one that wraps an offloaded model, as PEFT's do."""
+    return "_outcore_engine" in getattr(model, "__dict__", {})
+
+
 def synchronize(model: nn.Module) -> None:
     """Wait until every queued update is done, so that parameters can be read directly.
 

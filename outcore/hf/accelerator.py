@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from outcore.errors import OutcoreError
+
 
 def leave_in_place(accelerator: Any, prepare: Callable[[nn.Module], nn.Module]) -> None:
     """Make ``accelerator`` hand models to ``prepare``, and wrap optimizers without moving state."""
@@ -25,5 +27,12 @@ def leave_in_place(accelerator: Any, prepare: Callable[[nn.Module], nn.Module]) 
     def prepare_optimizer(optimizer: Any, *_: Any, **__: Any) -> Any:
         return wrap_optimizer(optimizer, device_placement=False)
 
+    def clip_grad_norm_(*_: Any, **__: Any) -> None:
+        raise OutcoreError(
+            "accelerator.clip_grad_norm_ would clip nothing: gradients leave the device during the "
+            "backward. max_grad_norm in the arguments clips in the optimizer's step"
+        )
+
+    accelerator.clip_grad_norm_ = clip_grad_norm_
     accelerator.prepare_model = prepare_model
     accelerator.prepare_optimizer = prepare_optimizer

@@ -32,6 +32,16 @@ def check_arguments(args: Any) -> None:
             "a batch size that outcore.plan finds to fit",
         ),
         (
+            args.torch_compile_backend not in (None, "inductor"),
+            f"torch_compile_backend={args.torch_compile_backend!r}",
+            'the one of its blocks, "inductor"',
+        ),
+        (
+            args.torch_compile_mode not in (None, "default"),
+            f"torch_compile_mode={args.torch_compile_mode!r}",
+            "the mode of its blocks, the default one",
+        ),
+        (
             getattr(args, "sync_ref_model", False),
             "sync_ref_model",
             "a reference model that stays as it is",
@@ -59,18 +69,25 @@ def offload_options(args: Any, model: nn.Module, given: Mapping[str, Any]) -> di
     if options.get("dtype") is None and options.get("plan") is None:
         options["dtype"] = _dtype(args, model)
     if options.get("dtype") is not None:
-        check_evaluation(args, options["dtype"])
+        check_types(args, options["dtype"])
     if args.torch_compile:
         options.setdefault("compile", True)
     return options
 
 
-def check_evaluation(args: Any, dtype: torch.dtype) -> None:
-    """Refuse an evaluation in another type than that of training; ``dtype``: the model's."""
-    if args.bf16_full_eval and dtype != torch.bfloat16:
+def check_types(args: Any, dtype: torch.dtype) -> None:
+    """Refuse to train or evaluate in another type than the model's, which is ``dtype``."""
+    if dtype == torch.bfloat16:
+        return
+    if args.bf16_full_eval:
         raise ValueError(
             "bf16_full_eval does not work with an offloaded model that computes in fp32: use "
             "bf16=True, or leave it out"
+        )
+    if args.bf16:
+        raise ValueError(
+            "the TrainingArguments have bf16=True, the model is offloaded to compute in fp32: "
+            'offload it with dtype="bf16", or pass bf16=False'
         )
 
 
@@ -89,6 +106,11 @@ def clip_norm(args: Any) -> float | None:
 
 def adamw_options(args: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of ``outcore.AdamW``: those given, and what the arguments imply."""
+    if "weight_decay" in given:
+        raise ValueError(
+            "adamw= has weight_decay, which the Trainer gives to its groups of parameters: set it "
+            "in the TrainingArguments"
+        )
     options = {
         "lr": args.learning_rate,
         "betas": (args.adam_beta1, args.adam_beta2),
@@ -111,9 +133,9 @@ def check_optimizer(args: Any, optimizer: torch.optim.Optimizer) -> None:
         )
     if optimizer.max_grad_norm != clip_norm(args):
         raise ValueError(
-            f"the TrainingArguments have max_grad_norm={args.max_grad_norm}, the AdamW in "
-            f"optimizers= has {optimizer.max_grad_norm}: it does the clipping, so give both the "
-            "same (0 in the one is None in the other)"
+            f"the TrainingArguments have max_grad_norm={args.max_grad_norm}, the AdamW has "
+            f"{optimizer.max_grad_norm}: it does the clipping, so give both the same (0 in the one "
+            "is None in the other)"
         )
     _check_one_pass(optimizer.update_during_backward, optimizer.max_grad_norm)
 

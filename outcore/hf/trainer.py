@@ -15,16 +15,18 @@ import torch
 import transformers
 from torch import nn
 
-from outcore.engine.offload import engine_of, offload, release
+from outcore.engine.offload import engine_of, is_offloaded, offload, release
 from outcore.hf import checkpoints
 from outcore.hf.accelerator import leave_in_place
 from outcore.hf.arguments import (
     adamw_options,
     check_arguments,
-    check_evaluation,
     check_optimizer,
+    check_types,
     offload_options,
 )
+from outcore.hf.callbacks import wait_before_readers
+from outcore.hf.mixed_precision import compute_as_autocast_does
 from outcore.optim.adamw import AdamW
 
 
@@ -50,16 +52,23 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._offload_given = dict(offload or {})
         self._adamw_given = dict(adamw or {})
         self._checked_checkpoint: str | None = None
+        self._offloaded_here: list[nn.Module] = []
         parent = super().__init__
         given = inspect.signature(parent).bind(*args, **kwargs).arguments
         if isinstance(given.get("model"), str) and given.get("args") is not None:
             _load_on_host(given["args"])  # TRL loads it, and would spread it over the device
-        parent(*args, **kwargs)
+        try:
+            parent(*args, **kwargs)
+        except BaseException:  # the model is as it was for another try
+            for model in self._offloaded_here:
+                release(model)
+            raise
+        wait_before_readers(self.callback_handler)
 
     # The model: offloaded where others are moved. All of this runs inside Trainer.__init__.
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        # The engine computes in its own type: autocast over it would only add casts.
+        # Blocks compute in their own type; mixed_precision.py does for the rest what this would.
         arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
         return {**arguments, "mixed_precision": "no"}
 
@@ -76,6 +85,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def call_model_init(self, trial: Any = None) -> nn.Module:
         if self.model is not None:
             release(self.model)  # train() makes the model anew
+            self._offloaded_here = [m for m in self._offloaded_here if m is not self.model]
             self.model = None
         model: nn.Module = super().call_model_init(trial)
         return self._offload(model)
@@ -88,30 +98,41 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _prepared(self, model: nn.Module) -> nn.Module:
         """Take a model that accelerate is to prepare; one that is not trained is a reference."""
-        if model is not self.model and not _is_offloaded(model):
+        if model is not self.model and not is_offloaded(model):
             model.requires_grad_(False)
             return self._offload(model)
         return model
 
     def _offload(self, model: nn.Module) -> nn.Module:
-        if _is_offloaded(model):
-            if self._offload_given:
-                raise ValueError(
-                    "the model is offloaded already, and offload= has options for it: leave one out"
-                )
-            if engine_of(model).device.type != self.args.device.type:
-                raise ValueError(
-                    f"the model computes on {engine_of(model).device}, the TrainingArguments on "
-                    f"{self.args.device}: offload it there, or pass use_cpu=True"
-                )
-            check_evaluation(self.args, engine_of(model).options.dtype)
-            return model
-        if any(hasattr(parameter, "_outcore") for parameter in model.parameters()):
+        if is_offloaded(model):
+            if not _is_among(model, self._offloaded_here):
+                self._check_offloaded(model)
+        elif any(hasattr(parameter, "_outcore") for parameter in model.parameters()):
             raise ValueError(
                 "the model was offloaded before it was wrapped (in a PEFT model, for example): "
                 "give the trainer the model as from_pretrained returns it"
             )
-        return offload(model, **offload_options(self.args, model, self._offload_given))
+        else:
+            model = offload(model, **offload_options(self.args, model, self._offload_given))
+            self._offloaded_here.append(model)
+        if self.args.bf16 and engine_of(model).options.dtype == torch.bfloat16:
+            compute_as_autocast_does(model)
+        return model
+
+    def _check_offloaded(self, model: nn.Module) -> None:
+        """Refuse a user's offloaded model where the arguments ask for another."""
+        engine = engine_of(model)
+        if self._offload_given:
+            raise ValueError(
+                "the model is offloaded already, and offload= has options for it: leave offload= "
+                "out, or call outcore.release(model) first"
+            )
+        if engine.device.type != self.args.device.type:
+            raise ValueError(
+                f"the model computes on {engine.device}, the TrainingArguments on "
+                f"{self.args.device}: offload it there, or pass use_cpu=True"
+            )
+        check_types(self.args, engine.options.dtype)
 
     # The optimizer: Outcore's AdamW over the Trainer's own groups. It clips in its step.
 
@@ -142,6 +163,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
         """Know no norm yet: AdamW's step finds it."""
+        if "max_grad_norm" not in self._adamw_given:
+            check_optimizer(self.args, self._adamw)  # which others may have made, or changed
 
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, *args: Any, **kwargs: Any
@@ -193,9 +216,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         checkpoints.load_state(best, self.model, self._adamw, None, is_checked=False)
 
 
-def _is_offloaded(model: nn.Module) -> bool:
-    # Not getattr: a PEFT model hands on what it does not have to the model inside.
-    return "_outcore_engine" in vars(model)
+def _is_among(model: nn.Module, models: list[nn.Module]) -> bool:
+    return any(known is model for known in models)
 
 
 def _load_on_host(args: Any) -> None:

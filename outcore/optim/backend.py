@@ -136,7 +136,7 @@ class OptimizerBackend:
         if self.states:
             raise OutcoreError(
                 "this model already has an outcore.AdamW; its state would be built a second time. "
-                "Use the first one, or offload the model anew."
+                "Use the first one, or call outcore.release(model) and offload it anew."
             )
         taken = self._device_ledger.taken()
         try:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outcore.errors import OutcoreError
 from outcore.left_to_python import left_to_python
 from outcore.units import format_bytes
 
@@ -126,6 +127,11 @@ class SavedBytes:
 
     def see(self, saved: Tensor) -> None:
         """Note what autograd holds on to."""
+        if saved.layout is not torch.strided:
+            raise OutcoreError(
+                "a block saves a sparse tensor for its backward, which streaming does not know: "
+                "of PEFT's methods, use one whose weights are dense, such as LoRA"
+            )
         self._seen.append(weakref.ref(saved))
 
 

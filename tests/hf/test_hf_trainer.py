@@ -263,7 +263,7 @@ def test_a_model_that_is_offloaded_already(tmp_path: Path) -> None:
     found = run(Trainer, tmp_path / "a", model=model, more={"optimizers": (optimizer, None)})
     assert found._adamw is optimizer
     again = outcore.offload(llama(), device="cpu", weights="host", state="host")
-    with pytest.raises(ValueError, match="leave one out"):
+    with pytest.raises(ValueError, match=r"leave offload= out, or call outcore\.release"):
         run(Trainer, tmp_path / "b", model=again, more={"offload": {"weights": "host"}})
     optimizer = outcore.AdamW(again, lr=1e-2)
     with pytest.raises(ValueError, match=r"max_grad_norm=0\.5.*has None"):
@@ -274,6 +274,59 @@ def test_a_model_that_is_offloaded_already(tmp_path: Path) -> None:
             max_grad_norm=0.5,
             more={"optimizers": (optimizer, None)},
         )
+
+
+def test_clipping_is_not_lost_with_an_optimizer_of_ones_own(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = outcore.AdamW(self.model.parameters(), lr=1e-2)
+            return self.optimizer
+
+    with pytest.raises(ValueError, match=r"max_grad_norm=0\.5, the AdamW has None"):
+        run(Own, tmp_path / "a", max_grad_norm=0.5)
+    run(Own, tmp_path / "b", max_grad_norm=0)
+    options = {"adamw": {"max_grad_norm": 0.1}}
+    assert run(Trainer, tmp_path / "c", more=options)._adamw.max_grad_norm == 0.1
+
+
+def test_accelerate_does_not_clip_in_silence(tmp_path: Path) -> None:
+    trainer = run(Trainer, tmp_path)
+    with pytest.raises(outcore.OutcoreError, match="max_grad_norm in the arguments"):
+        trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), 1.0)
+
+
+def test_a_trainer_that_failed_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    class Fails(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_init_end(self, *args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("not today")
+
+    model = llama()
+    options = {"offload": {"weights": "host", "state": "host"}}
+    with pytest.raises(RuntimeError, match="not today"):
+        run(Trainer, tmp_path / "a", model=model, more={**options, "callbacks": [Fails]})
+    found = run(Trainer, tmp_path / "b", model=model, more=options)
+    assert logged(found) == logged(run(Trainer, tmp_path / "c", more=options))
+
+
+def test_two_trainers_one_after_the_other(tmp_path: Path) -> None:
+    model = llama()
+    run(Trainer, tmp_path / "a", model=model)
+    with pytest.raises(outcore.OutcoreError, match=r"outcore\.release\(model\)"):
+        run(Trainer, tmp_path / "b", model=model)
+    outcore.release(model)
+    first = run(Trainer, tmp_path / "c", model=model)
+    plain = llama()
+    for name in ("d", "e"):
+        trainer = run(transformers.Trainer, tmp_path / name, model=plain)
+    assert [x[2] for x in logged(first)] == pytest.approx([x[2] for x in logged(trainer)], rel=1e-3)
+
+
+def test_an_accelerator_made_anew_finds_the_model_offloaded(tmp_path: Path) -> None:
+    """As each trial of a search for hyperparameters makes one."""
+    more = {"model_init": lambda: llama(), "offload": {"weights": "host"}}
+    trainer = run(Trainer, tmp_path, more=more)
+    trainer.model = trainer.call_model_init()
+    trainer.create_accelerator_and_postprocess()
 
 
 def test_an_optimizer_of_torch_is_refused(tmp_path: Path) -> None:
@@ -294,6 +347,8 @@ def test_an_optimizer_of_torch_is_refused(tmp_path: Path) -> None:
         ({"auto_find_batch_size": True}, "outcore.plan"),
         ({"use_liger_kernel": True}, "chunked loss"),
         ({"bf16_full_eval": True}, "bf16=True"),
+        ({"torch_compile_mode": "max-autotune"}, "the default one"),
+        ({"torch_compile_backend": "eager"}, '"inductor"'),
     ],
 )
 def test_what_cannot_be_done_is_refused(
@@ -301,6 +356,11 @@ def test_what_cannot_be_done_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         run(Trainer, tmp_path, **arguments)
+
+
+def test_weight_decay_is_the_arguments(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="in the TrainingArguments"):
+        run(Trainer, tmp_path, more={"adamw": {"weight_decay": 0.5}})
 
 
 def test_without_accelerate_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,3 +464,20 @@ def test_on_a_gpu_state_stays_on_the_host(tmp_path: Path) -> None:
     block = found.model.model.layers[2].mlp.up_proj.weight
     assert block.device.type == "cpu"
     assert found.optimizer.state[block]["exp_avg"].device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("ShiraConfig", {"r": 4, "target_modules": ["q_proj", "v_proj"]}, "sparse"),
+        ("PrefixTuningConfig", {"num_virtual_tokens": 4}, "prefix tuning"),
+    ],
+)
+def test_methods_of_peft_that_cannot_stream_are_refused(
+    tmp_path: Path, name: str, options: dict[str, Any], words: str
+) -> None:
+    peft = pytest.importorskip("peft", reason="needs peft")
+    model = llama(num_key_value_heads=4)
+    adapted = peft.get_peft_model(model, getattr(peft, name)(task_type="CAUSAL_LM", **options))
+    with pytest.raises((ValueError, outcore.OutcoreError), match=words):
+        run(Trainer, tmp_path, model=adapted)
