@@ -15,6 +15,7 @@ from typing import Any
 
 FILE_NAME = "metrics.jsonl"
 _TENSORBOARD_FOLDER = "tensorboard"
+_FIRST_BYTES = tuple(f'{{"kind": "{kind}", "step": '.encode() for kind in ("train", "eval"))
 _THREAD_ENDS_S = 1.0  # of what is an instant
 
 
@@ -99,6 +100,13 @@ class Metrics:
                     self._board.close()
                 except OSError as error:  # at the end of a run, of which all is saved
                     self._tell_of_board(error)
+
+
+def is_of_a_run(path: Path) -> bool:
+    """Whether the file begins as ``Metrics`` writes it; an empty one is nobody's, and may go."""
+    with path.open("rb") as file:
+        start = file.read(1 << 16).lstrip()
+    return not start or any(start.startswith(ours[: len(start)]) for ours in _FIRST_BYTES)
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:

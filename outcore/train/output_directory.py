@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,10 @@ from safetensors import SafetensorError
 
 from outcore.checkpoint import calls
 from outcore.checkpoint.folder import CheckpointFolder
+from outcore.data.sources import find_sources
 from outcore.errors import StoreError
+from outcore.train.metrics import FILE_NAME as METRICS
+from outcore.train.metrics import is_of_a_run
 from outcore.train.settings import TrainSettings
 
 CHECKPOINTS = "checkpoints"
@@ -23,6 +27,21 @@ _OF_A_PROCESSOR = (
     "video_preprocessor_config.json",
 )
 _MOST_PROCESSOR_BYTES = 1 << 20
+# Of all that a run writes, what could be named as data.
+_READABLE = (
+    METRICS,
+    *_OF_A_MODEL,
+    *_OF_A_PROCESSOR,
+    "generation_config.json",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
 
 
 def checkpoints_in(settings: TrainSettings) -> CheckpointFolder:
@@ -53,7 +72,20 @@ def checkpoints_in(settings: TrainSettings) -> CheckpointFolder:
                 "with that run, another --output begins anew"
             )
     refuse_model(settings, folder)
+    if not folder.steps() and not best.steps():
+        _refuse_foreign_metrics(output / METRICS)
     return folder
+
+
+def _refuse_foreign_metrics(path: Path) -> None:
+    """A new run empties the file: it may be a list of somebody's own figures."""
+    with writing(path, "Move it, or name another --output."):  # what cannot be read, too
+        is_foreign = path.is_file() and not is_of_a_run(path)
+    if is_foreign:
+        raise ValueError(
+            f"{path} is not of `outcore train`, which would write its own figures over it: move "
+            "it, or name another --output"
+        )
 
 
 def refuse_model(settings: TrainSettings, folder: CheckpointFolder) -> None:
@@ -73,7 +105,10 @@ def copy_processor(model: Path, output: Path) -> None:
 
 
 def check_apart(settings: TrainSettings) -> None:
-    """Refuse to write among the data: what the run writes would be data when it is resumed."""
+    """Refuse to write among the data: what the run writes would be data when it is resumed.
+
+    Nor over the data.
+    """
     written = {"output": settings.output, "cache-dir": settings.cache_dir}
     for data in (*settings.data, *settings.eval_data):
         for option, place in written.items():
@@ -81,6 +116,21 @@ def check_apart(settings: TrainSettings) -> None:
                 raise ValueError(
                     f"{place} lies in {data}, of which every file is training data: name another "
                     f"--{option}"
+                )
+    _refuse_data_to_be_written(settings)
+
+
+def _refuse_data_to_be_written(settings: TrainSettings) -> None:
+    places = [Path(settings.output) / name for name in _READABLE]
+    written = [place for place in places if place.is_file()]
+    if not written:
+        return
+    for source in find_sources([*settings.data, *settings.eval_data]):
+        for file in source.files():
+            if any(os.path.samefile(file, place) for place in written):
+                raise ValueError(
+                    f"{file} is data, and the run would write a file of its own there: move it, "
+                    "or name another --output"
                 )
 
 

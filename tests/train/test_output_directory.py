@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from outcore.train import loop as loop_module
 from outcore.train import run as run_module
 from outcore.train import subject
 from outcore.train.display import Display
+from outcore.train.metrics import read_metrics
 from outcore.train.output_directory import writing
 from outcore.train.run import train
 
@@ -200,3 +203,43 @@ def test_bf16_on_a_cpu_is_told_to_be_slower_than_predicted(files: Files) -> None
     settings = files.settings(max_steps=1, state_format="compact", device="cpu")
     train(settings, Display(Console(file=out, width=200)))
     assert "computed in bf16 on a CPU and predicted as fp32" in out.getvalue()
+
+
+@pytest.mark.parametrize("option", ["data", "eval_data"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "vocab.json"])
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_data_that_the_run_would_write_over_is_refused(
+    files: Files, option: str, name: str, *, is_linked: bool
+) -> None:
+    settings = files.settings()
+    named = Path(settings.output) / name
+    named.parent.mkdir()
+    if is_linked:
+        named.hardlink_to(shutil.copy(files.data, files.folder / "rows.jsonl"))
+    else:
+        shutil.copy(files.data, named)
+    data = str(files.folder / "rows.jsonl" if is_linked else named)
+    with pytest.raises(ValueError, match="is data, and the run would write a file of its own"):
+        train(replace(settings, **{option: (data,)}), quiet())
+    assert named.read_bytes() == files.data.read_bytes()
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_the_metrics_of_somebody_else_are_not_emptied(files: Files, *, resume: bool) -> None:
+    settings = files.settings(resume=resume)
+    metrics = Path(settings.output) / "metrics.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text('\n{"epoch": 1, "loss": 0.5}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is not of `outcore train`.*: move it"):
+        train(settings, quiet())
+    assert metrics.read_text() == '\n{"epoch": 1, "loss": 0.5}\n'
+
+
+@pytest.mark.parametrize("left", ["", '{"kind": "tr', '{"kind": "eval", "step": 7}\n'])
+def test_the_metrics_of_a_killed_run_are_begun_anew(files: Files, left: str) -> None:
+    settings = files.settings(max_steps=1)
+    metrics = Path(settings.output) / "metrics.jsonl"
+    metrics.parent.mkdir()
+    metrics.write_text(left)
+    train(settings, quiet())
+    assert [line["step"] for line in read_metrics(metrics.parent)] == [1]
