@@ -34,10 +34,11 @@ class Metrics:
         """``first_step``: the step that comes first now; lines of it and later are dropped.
 
         evaluates_again: so is the evaluation after the step before it.
-        tell: is told, once in a row, of lines that the disk has no room for.
+        tell: is told of lines that are damaged, and, once in a row, of those that the disk has no
+        room for.
         """
         self._path = output / FILE_NAME
-        kept = _drop_later(self._path, first_step, evaluates_again)
+        kept = _drop_later(self._path, first_step, evaluates_again, tell)
         self._evaluated = {line["step"] for line in kept if line["kind"] == "eval"}
         self._file = self._path.open("ab", buffering=0)
         self._tell = tell
@@ -110,33 +111,43 @@ def is_of_a_run(path: Path) -> bool:
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run up to the first that is none: one was cut off, or is foreign."""
-    lines = []
-    path = output / FILE_NAME
-    if path.is_file():
-        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                line = json.loads(text)
-            except (ValueError, RecursionError):
-                break
-            if (
-                not isinstance(line, dict)
-                or type(line.get("step")) is not int
-                or "kind" not in line
-            ):
-                break
-            lines.append(line)
-    return lines
+    """Return the lines of a run, without those that are damaged, cut off, or foreign."""
+    return _read(output / FILE_NAME)[0]
 
 
-def _drop_later(path: Path, first_step: int, evaluates_again: bool) -> list[dict[str, Any]]:
+def _read(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the lines, and how many are none; a last one that a kill cut off does not count."""
+    if not path.is_file():
+        return [], 0
+    *texts, cut_off = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    lines = [_line(text) for text in texts if text.strip()]
+    num_bad = lines.count(None)
+    lines.append(_line(cut_off))
+    return [line for line in lines if line is not None], num_bad
+
+
+def _line(text: str) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_ours = isinstance(line, dict) and type(line.get("step")) is int and "kind" in line
+    return line if is_ours else None
+
+
+def _drop_later(
+    path: Path, first_step: int, evaluates_again: bool, tell: Callable[[str], None]
+) -> list[dict[str, Any]]:
     """Return the lines that stay."""
     if not path.is_file():
         return []
     end_of_evaluations = first_step - 1 if evaluates_again else first_step
+    lines, num_bad = _read(path)
+    if num_bad:
+        tell(f"{path}: lines that are damaged, or not of a run, are left out: {num_bad}")
     kept = [
         line
-        for line in read_metrics(path.parent)
+        for line in lines
         if line["step"] < (end_of_evaluations if line["kind"] == "eval" else first_step)
     ]
     beside = path.with_suffix(".new")

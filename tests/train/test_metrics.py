@@ -61,15 +61,17 @@ def test_what_json_cannot_say_is_null(tmp_path: Path) -> None:
 
 
 def test_a_line_that_was_cut_off_is_dropped(tmp_path: Path) -> None:
+    told: list[str] = []
     metrics = Metrics(tmp_path, first_step=1, tensorboard=False)
     metrics.add("train", 1, loss=1.0)
     metrics.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
-    metrics = Metrics(tmp_path, first_step=2, tensorboard=False)
+    metrics = Metrics(tmp_path, first_step=2, tensorboard=False, tell=told.append)
     metrics.add("train", 2, loss=2.0)
     metrics.close()
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+    assert told == []
 
 
 def test_tensorboard_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,3 +107,19 @@ def test_a_board_that_fails_is_told_and_prints_no_traceback(
     assert told == ["TensorBoard gets no more figures of this run: full"]
     assert printed == ["somebody else's"]
     assert threading.excepthook is print_traceback
+
+
+@pytest.mark.parametrize("bad", ['{"kind": "tra', '{"loss": 1.0}', "[1]", "\0\0\0"])
+def test_a_line_that_is_damaged_costs_none_behind_it(tmp_path: Path, bad: str) -> None:
+    told: list[str] = []
+    metrics = Metrics(tmp_path, first_step=1, tensorboard=False)
+    for step in (1, 2, 3):
+        metrics.add("train", step, loss=1.0)
+    metrics.close()
+    path = tmp_path / "metrics.jsonl"
+    first, _, third = path.read_text().splitlines()
+    path.write_text("\n".join([first, bad, third, '{"kind": "train", "st']))
+    metrics = Metrics(tmp_path, first_step=4, tensorboard=False, tell=told.append)
+    metrics.close()
+    assert path.read_text().splitlines() == [first, third]
+    assert told == [f"{path}: lines that are damaged, or not of a run, are left out: 1"]

@@ -289,7 +289,7 @@ def test_figures_that_cannot_be_read_do_not_keep_a_run_from_going_on(
     metrics = metrics_module.Metrics(tmp_path, first_step=2, tensorboard=False)
     metrics.add("train", 2, loss=1.0)
     metrics.close()
-    assert [each["step"] for each in read_metrics(tmp_path)] == [1, 2]
+    assert [each["step"] for each in read_metrics(tmp_path)] == [1, 1, 2]
 
 
 @pytest.mark.parametrize(
