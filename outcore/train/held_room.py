@@ -8,18 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import os
 import tempfile
 from pathlib import Path
 from typing import IO
 
+from outcore.errors import StoreError
 from outcore.machine.probe.disk import lies_in_memory
+from outcore.units import format_bytes
+
+_CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # EINVAL: no bytes, too
+_REMEDIES = {
+    errno.EFBIG: "Raise the limit on the size of files (`ulimit -f`)",
+    errno.EDQUOT: "Make room within your quota",
+    errno.ENOSPC: "Free space",
+}
 
 
 class HeldRoom:
     """Bytes of the disk that ``directory`` is on, from its making to ``give_back``.
 
     Where they cannot be held (a file system that allocates nothing ahead), nothing is: the room was
-    there when it was asked for. Of a tmpfs it would be memory.
+    there when it was asked for. Of a tmpfs it would be memory. StoreError where the disk refuses.
     """
 
     def __init__(self, directory: Path, num_bytes: int) -> None:
@@ -38,11 +49,27 @@ class HeldRoom:
 
 
 def _allocated(directory: Path, num_bytes: int) -> IO[bytes] | None:
-    with contextlib.suppress(OSError), contextlib.ExitStack() as until_held:
-        file: IO[bytes] = until_held.enter_context(tempfile.TemporaryFile(dir=directory))
-        # Not posix_fallocate, which writes all of it where the file system cannot do it.
-        start, size = ctypes.c_int64(0), ctypes.c_int64(num_bytes)
-        if ctypes.CDLL(None).fallocate(file.fileno(), 0, start, size) == 0:
-            until_held.pop_all()
-            return file
-    return None
+    with contextlib.ExitStack() as until_held:
+        try:
+            file: IO[bytes] = until_held.enter_context(tempfile.TemporaryFile(dir=directory))
+            _allocate(file.fileno(), num_bytes)
+        except OSError as error:
+            if error.errno in _CANNOT_ALLOCATE:
+                return None
+            remedy = _REMEDIES.get(error.errno or 0, "Mend that")
+            raise StoreError(
+                f"{directory}: {format_bytes(num_bytes)} for what the run ends with cannot be held "
+                f"there: {error.strerror}. {remedy}, or name another --output.",
+                path=directory,
+            ) from error
+        until_held.pop_all()
+        return file
+
+
+def _allocate(fd: int, num_bytes: int) -> None:
+    """Not as posix_fallocate, which writes all of it where the file system cannot do it."""
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    while fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)):
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))

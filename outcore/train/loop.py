@@ -154,13 +154,12 @@ class Run:
 
     def _holding_room(self, for_model_bytes: int, for_checkpoint_bytes: int) -> TrainResult:
         """Train, while the room for the model and the only checkpoint is held on the disk."""
-        self.room_for_model = HeldRoom(self.output, for_model_bytes)
-        self.room_for_checkpoint = HeldRoom(self.output, for_checkpoint_bytes)
-        try:
+        with contextlib.ExitStack() as held:
+            self.room_for_model = HeldRoom(self.output, for_model_bytes)
+            held.callback(self.room_for_model.give_back)
+            self.room_for_checkpoint = HeldRoom(self.output, for_checkpoint_bytes)
+            held.callback(self.room_for_checkpoint.give_back)
             return self._train()
-        finally:
-            self.room_for_checkpoint.give_back()
-            self.room_for_model.give_back()
 
     def _train(self) -> TrainResult:
         start_s = time.perf_counter()

@@ -21,6 +21,7 @@ from outcore.train.settings import TrainSettings
 CHECKPOINTS = "checkpoints"
 BEST = "best"  # inside the checkpoints
 _OF_A_MODEL = ("config.json", "adapter_config.json")
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "adapter_model.*")
 _OF_A_PROCESSOR = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -91,9 +92,16 @@ def _refuse_foreign_metrics(path: Path) -> None:
 def refuse_model(settings: TrainSettings, folder: CheckpointFolder) -> None:
     """Refuse to write over a model that no checkpoint shows to be this run's."""
     output = Path(settings.output)
-    if not folder.steps() and any((output / name).exists() for name in _OF_A_MODEL):
-        none = ", and no checkpoint to resume from" if settings.resume else " already"
-        raise ValueError(f"{output} holds a model{none}: name another --output")
+    configs = [name for name in _OF_A_MODEL if (output / name).exists()]
+    if folder.steps() or not configs:
+        return
+    if not any(path for pattern in _WEIGHTS for path in output.glob(pattern)):
+        raise ValueError(
+            f"{output} holds {' and '.join(configs)} and no weights, as where a model could not be "
+            "written: move that away, or name another --output"
+        )
+    none = ", and no checkpoint to resume from" if settings.resume else " already"
+    raise ValueError(f"{output} holds a model{none}: name another --output")
 
 
 def copy_processor(model: Path, output: Path) -> None:

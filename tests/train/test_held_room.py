@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from train_files import Files
 from transformers import PreTrainedModel
 
 from outcore.checkpoint.contents import checkpoint_bytes
+from outcore.errors import StoreError
 from outcore.train import held_room
 from outcore.train.display import Display
 from outcore.train.held_room import HeldRoom
@@ -47,13 +50,42 @@ def test_it_takes_room_without_a_name_and_gives_it_back(tmp_path: Path) -> None:
     os.close(other)
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1 << 60])
-def test_what_cannot_be_held_is_not(tmp_path: Path, num_bytes: int) -> None:
-    free = os.statvfs(tmp_path).f_bfree
-    room = HeldRoom(tmp_path, num_bytes)
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
+def test_a_file_system_that_allocates_nothing_ahead_holds_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(held_room, "_allocate", refuse)
+    room = HeldRoom(tmp_path, MIB)
     assert not room.is_held
     room.give_back()
+
+
+def test_no_bytes_are_not_held(tmp_path: Path) -> None:
+    assert not HeldRoom(tmp_path, 0).is_held
+
+
+def test_more_than_there_is_is_refused_and_takes_nothing(tmp_path: Path) -> None:
+    free = os.statvfs(tmp_path).f_bfree
+    with pytest.raises(StoreError, match=r"cannot be held there: (File too large|No space left)"):
+        HeldRoom(tmp_path, 1 << 60)
     assert os.statvfs(tmp_path).f_bfree > free // 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_on_the_size_of_files_is_told_before_the_first_step(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Run, "_take_step", lambda self: pytest.fail("a step was taken"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))  # below what is beside a model
+    try:
+        with pytest.raises(StoreError, match=r"File too large\. Raise the limit .*`ulimit -f`"):
+            train(files.settings(), Display(Console(quiet=True)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_memory_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,7 @@ def test_a_model_that_another_run_wrote_meanwhile(
 
     def made_beside_another(*arguments: Any) -> Any:
         config.write_text("another's")
+        (config.parent / "model.safetensors").touch()
         return make_model(*arguments)
 
     monkeypatch.setattr(subject, "make_model", made_beside_another)
@@ -243,3 +244,20 @@ def test_the_metrics_of_a_killed_run_are_begun_anew(files: Files, left: str) -> 
     metrics.write_text(left)
     train(settings, quiet())
     assert [line["step"] for line in read_metrics(metrics.parent)] == [1]
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+def test_what_is_left_of_a_model_that_could_not_be_written_is_no_model(
+    files: Files, monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
+    settings = files.settings(max_steps=1, keep=keep)
+    config = Path(settings.output) / "config.json"
+    config.parent.mkdir()
+    config.write_text("{}")
+    for resume in (False, True):
+        with pytest.raises(
+            ValueError, match=r"holds config\.json and no weights.*: move that away"
+        ):
+            train(replace(settings, resume=resume), quiet())
+    config.unlink()
+    assert train(settings, quiet()).is_complete
