@@ -31,6 +31,7 @@ from outcore.train.corpus import Corpus
 from outcore.train.display import Display
 from outcore.train.evaluation import Evaluated, evaluate
 from outcore.train.figures import StepFigures, TrainResult
+from outcore.train.finite_weights import first_not_finite
 from outcore.train.held_room import HeldRoom
 from outcore.train.lagged_values import LaggedValues
 from outcore.train.metrics import FILE_NAME as METRICS
@@ -170,7 +171,10 @@ class Run:
             StopRequest(self.display.stopping) as stop,
             contextlib.closing(self._metrics()) as metrics,
         ):
+            first, updates_before = self.step, self.optimizer.num_steps
             self._steps(metrics, stop)
+            if first < self.step and self.optimizer.num_steps == updates_before:
+                self._check_skipped_steps()
             try:
                 self._save_last()
             finally:  # a disk without room for a checkpoint may have it for the model
@@ -385,6 +389,8 @@ class Run:
             return error
         try:
             if self.checkpoints is None:
+                if harmed := self._harmed_weights():
+                    return NonFiniteGradient(f"{error} {harmed}")
                 self._write_model()
                 return NonFiniteGradient(f"{error} The model of step {self.step} is written.")
             self.checkpoints.keep_one_more()  # for those who mistrust the steps that led there
@@ -393,9 +399,37 @@ class Run:
             return NonFiniteGradient(
                 f"{error} What was trained before could not be saved: {failed}"
             )
-        return NonFiniteGradient(
-            f"{error} Step {self.step} is in a checkpoint: --resume --on-non-finite skip goes on "
-            "from there."
+        goes_on = "--resume --on-non-finite skip goes on from there."
+        kept = f"Step {self.step} is in a checkpoint: {goes_on}"
+        return NonFiniteGradient(f"{error} {self._harmed_weights() or kept}")
+
+    def _check_skipped_steps(self) -> None:
+        """Raise where all steps were skipped and none that follows would be better."""
+        harmed = self._harmed_weights()
+        if harmed is None and (self.optimizer.num_steps or not self._is_done):
+            return  # the gradients of these batches alone were not finite
+        unchanged = "The model is as it was before; nothing is written. Look at the data."
+        raise NonFiniteGradient(
+            f"every step was skipped, for no gradient was finite. {harmed or unchanged}"
+        )
+
+    def _harmed_weights(self) -> str | None:
+        """Return what to say of weights that are not finite; None where all are."""
+        name, num_updates = first_not_finite(self.model), self.optimizer.num_steps
+        if name is None:
+            return None
+        earlier = [step for step in self.folder.steps() if step < num_updates]
+        remedy = "begin anew in another --output, with a lower --lr"
+        if not num_updates:
+            remedy = f"{self.settings.model} has them so"
+        elif earlier:
+            remedy = (
+                f"remove the checkpoints behind that of step {earlier[-1]}, and --resume goes on "
+                "from there, with a lower --lr"
+            )
+        return (
+            f"The weights of step {self.step} are not finite (in {name}), and no further step "
+            f"mends that: {remedy}."
         )
 
     def _values(self) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class TrainSettings:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
-        for name in ("epochs", "lora_alpha"):
+        for name in ("epochs", "lora_alpha", "eps"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be more than 0, not {value}")
@@ -164,7 +164,6 @@ _AT_LEAST: dict[str, float] = {
     "lr": 0,
     "warmup": 0,
     "weight_decay": 0,
-    "eps": 0,
     "dpo_beta": 0,
     "max_grad_norm": 0,
     "lora_rank": 1,

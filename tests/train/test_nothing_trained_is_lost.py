@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -362,3 +363,61 @@ def test_a_tokenizer_that_would_fill_the_memory_is_not_parsed(
     (tokenizer / name).write_text(text)
     with pytest.raises(ValueError, match=re.escape(told)):
         load_tokenizer(files.settings(tokenizer=str(tokenizer)))
+
+
+def harm_the_weights_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    take = loop_module.Run._take_step
+
+    def harmed(run: Any) -> Any:
+        taken = take(run)
+        if run.step == step:
+            next(p for p in run.model.parameters() if p.requires_grad).data.fill_(math.nan)
+        return taken
+
+    monkeypatch.setattr(loop_module.Run, "_take_step", harmed)
+
+
+@pytest.mark.filterwarnings("ignore:step . was skipped")
+@pytest.mark.parametrize("save_every", [None, 2])
+def test_weights_that_are_not_finite_are_no_state_to_go_on_from(
+    files: Files, monkeypatch: pytest.MonkeyPatch, save_every: int | None
+) -> None:
+    settings = files.settings(save_every=save_every)
+    remedy = "begin anew" if save_every is None else "remove the checkpoints behind that of step 2,"
+    told = rf"The weights of step 3 are not finite \(in .*\), and no further.*: {remedy}"
+    with monkeypatch.context() as patch:
+        harm_the_weights_after(patch, 3)
+        with pytest.raises(NonFiniteGradient, match=told):
+            train(settings, quiet())
+    skipping = replace(settings, resume=True, on_non_finite="skip", save_every=None)
+    told = f"every step was skipped, .*weights of step 6 are not finite.*: {remedy}"
+    with pytest.raises(NonFiniteGradient, match=told):
+        train(skipping, quiet())
+    assert not (Path(settings.output) / "model.safetensors").exists()
+    if save_every is not None:
+        shutil.rmtree(Path(settings.output) / "checkpoints" / "step-000000003")
+        assert train(skipping, quiet()).is_complete
+
+
+def test_a_model_of_weights_that_are_not_finite_is_not_written(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harm_the_weights_after(monkeypatch, 3)
+    settings = files.settings(keep=0)
+    with pytest.raises(NonFiniteGradient, match="The weights of step 3 are not finite"):
+        train(settings, quiet())
+    assert not (Path(settings.output) / "model.safetensors").exists()
+
+
+@pytest.mark.filterwarnings("ignore:step . was skipped")
+def test_a_run_of_which_every_step_was_skipped_does_not_end_as_if_all_were_well(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = files.settings(max_steps=2, on_non_finite="skip")
+    with monkeypatch.context() as patch:
+        put_nan(patch, 0, 1)
+        with pytest.raises(NonFiniteGradient, match=r"every step was skipped.*is as it was before"):
+            train(settings, quiet())
+    put_nan(monkeypatch, 2, 3)  # of a model that two steps have trained, and that is well
+    train(settings, quiet())
+    assert train(replace(settings, max_steps=4, resume=True), quiet()).is_complete

@@ -79,6 +79,7 @@ def test_usual_names_lead_to_settings() -> None:
         ({"frozen_weights": "int4"}, "add --lora"),
         ({"lora_rank": 8}, "lora_rank is for LoRA: add --lora"),
         ({"epochs": 0}, "epochs must be more than 0, not 0"),
+        ({"eps": 0.0}, r"eps must be more than 0, not 0\.0"),
         ({"lora": True, "lora_alpha": 0}, "lora_alpha must be more than 0, not 0"),
         ({"seed": 2**63}, "seed must be a number of 64 bits"),
         ({"max_steps": 10**400}, "max_steps must be a number of 64 bits"),
