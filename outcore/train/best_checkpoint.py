@@ -37,8 +37,8 @@ class BestCheckpoint:
         held = sum(path.stat().st_size for path in self._path.rglob("*") if path.is_file())
         return max(0, each * min(2, num_evaluations) - held)
 
-    def resume(self, held_out: dict[str, int]) -> None:
-        """Know the loss of the one that is there; ``held_out``: the batches that losses are of.
+    def resume(self, held_out: dict[str, float]) -> None:
+        """Know the loss of the one that is there; ``held_out``: what losses are of.
 
         It may be newer than all other checkpoints: a run is killed also between the two.
         """
@@ -50,8 +50,8 @@ class BestCheckpoint:
                     self.loss = said.best
                     return
                 self._tell(
-                    "the held-out data is not what it was: the best checkpoint so far does not "
-                    "count"
+                    f"the held-out data{_or_beta(held_out)} is not what it was: the best "
+                    "checkpoint so far does not count"
                 )
                 return
 
@@ -70,3 +70,7 @@ class BestCheckpoint:
             except StoreError as error:
                 self.loss = before
                 self._tell(f"the best checkpoint so far was not written: {error}")
+
+
+def _or_beta(held_out: dict[str, float]) -> str:
+    return ", or --dpo-beta," if "dpo_beta" in held_out else ""

@@ -28,7 +28,7 @@ class Corpus:
     cache: TokenCache
     training: Batches
     evaluation: Callable[[], Batches] | None
-    held_out: dict[str, int]  # what tells the batches of evaluation from others; empty without any
+    held_out: dict[str, float]  # what tells held-out losses from others; empty without any
     num_steps: int
 
     @property
@@ -99,20 +99,24 @@ def make_corpus(
         cache=cache,
         training=training,
         evaluation=evaluation,
-        held_out={} if evaluation is None else _identity(evaluation, settings),
+        held_out={} if evaluation is None else _identity(evaluation, settings, is_pairs=is_pairs),
         num_steps=num_steps,
     )
 
 
-def _identity(evaluation: Callable[[], Batches], settings: TrainSettings) -> dict[str, int]:
-    """Return what tells the batches; refuse, before training starts, what could not be evaluated
-    after it."""
+def _identity(
+    evaluation: Callable[[], Batches], settings: TrainSettings, *, is_pairs: bool
+) -> dict[str, float]:
+    """Return what losses of them depend on, beside the model; refuse, before training starts, what
+    could not be evaluated after it."""
     name = "eval_data" if settings.eval_data else "held_out"
     try:
         with contextlib.closing(evaluation()) as batches:
-            return {k: v for k, v in batches.state_dict().items() if k != "next_batch"}
+            told: dict[str, float] = dict(batches.state_dict())
+            del told["next_batch"]
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
+    return {**told, "dpo_beta": settings.dpo_beta} if is_pairs else told
 
 
 def _tokens(

@@ -14,7 +14,7 @@ class RunValues:
     step: int  # those taken, also where the optimizer skipped some
     batches: dict[str, int]  # the position in the data
     best: float | None  # held-out loss
-    held_out: dict[str, int]  # which batches it is of; empty without any
+    held_out: dict[str, float]  # what it is of, see Corpus; empty without any
     settings: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:

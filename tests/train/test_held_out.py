@@ -19,6 +19,7 @@ from tokenizers_made_here import chat, write_jsonl
 from train_files import Files
 
 from outcore.checkpoint.folder import CheckpointFolder
+from outcore.checkpoint.manifest import read_manifest, write_manifest
 from outcore.train import loop as loop_module
 from outcore.train.display import Display, LiveDisplay
 from outcore.train.metrics import read_metrics
@@ -325,3 +326,34 @@ def test_a_measured_step_has_no_evaluation_in_it(files: Files, eval_every: int) 
     measurement = train(settings, quiet()).measurement
     assert measurement is not None
     assert not [span for span in measurement.spans if span.name.startswith("inference")]
+
+
+@pytest.mark.parametrize("change", ["none", "beta", "of an older version"])
+def test_the_best_of_another_beta_does_not_count(files: Files, change: str) -> None:
+    """The loss of pairs is in units of beta: with less of it, any model's is larger or smaller."""
+    data = write_jsonl(files.folder / "pairs.jsonl", PAIRS)
+    settings = files.settings(
+        data=(str(data),),
+        eval_data=(str(data),),
+        eval_every=2,
+        save_every=4,
+        max_steps=4,
+        schedule="constant",
+        dpo_beta=2.0,
+    )
+    train(settings, quiet())
+    best = Path(settings.output) / "checkpoints" / "best" / "step-000000004"
+    if change == "of an older version":
+        manifest = read_manifest(best)
+        del manifest.values["run"]["held_out"]["dpo_beta"]
+        (best / "manifest.json").unlink()
+        write_manifest(best, manifest)
+    written = io.StringIO()
+    beta = 1e-3 if change == "beta" else 2.0
+    more = replace(settings, max_steps=6, resume=True, dpo_beta=beta)
+    train(more, Display(Console(file=written, width=200)))
+    told = "the held-out data, or --dpo-beta, is not what it was: the best checkpoint so far does"
+    assert (told in written.getvalue()) is (change != "none")
+    lines = [line for line in read_metrics(Path(settings.output)) if line["kind"] == "eval"]
+    assert len({line["held_out"] for line in lines}) == (2 if change == "beta" else 1)
+    assert best_steps(settings.output) == [6]
