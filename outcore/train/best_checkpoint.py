@@ -15,6 +15,7 @@ from outcore.checkpoint.contents import checkpoint_bytes
 from outcore.checkpoint.folder import CheckpointFolder
 from outcore.errors import LaneError, StoreError
 from outcore.optim.adamw import AdamW
+from outcore.train.changed_settings import changed_settings
 from outcore.train.output_directory import BEST
 from outcore.train.run_values import read_values
 
@@ -37,22 +38,29 @@ class BestCheckpoint:
         held = sum(path.stat().st_size for path in self._path.rglob("*") if path.is_file())
         return max(0, each * min(2, num_evaluations) - held)
 
-    def resume(self, held_out: dict[str, float]) -> None:
-        """Know the loss of the one that is there; ``held_out``: what losses are of.
+    def resume(self, step: int, held_out: dict[str, float], settings: dict[str, Any]) -> None:
+        """Know the loss of the one that is there, of a run that goes on behind ``step``.
 
-        It may be newer than all other checkpoints: a run is killed also between the two.
+        held_out: what losses are of.
+        It may be newer than all other checkpoints: a run is killed also between the two. With other
+        settings it is of steps that were given up, and that this run will not take again.
         """
         self.loss = None
         with contextlib.suppress(StoreError):  # harmed: the next one takes its place
             for _, manifest in CheckpointFolder(self._path).newest(lambda *_: None):
                 said = read_values(manifest.values.get("run", {}), self._path)
-                if said.held_out in ({}, held_out):
+                if said.held_out not in ({}, held_out):
+                    self._tell(
+                        f"the held-out data{_or_beta(held_out)} is not what it was: the best "
+                        "checkpoint so far does not count"
+                    )
+                elif said.step > step and changed_settings(said.settings, settings):
+                    self._tell(
+                        f"the best checkpoint so far is of step {said.step} with other settings: "
+                        "it does not count"
+                    )
+                else:
                     self.loss = said.best
-                    return
-                self._tell(
-                    f"the held-out data{_or_beta(held_out)} is not what it was: the best "
-                    "checkpoint so far does not count"
-                )
                 return
 
     def keep_if_better(self, loss: float, values: Callable[[], dict[str, Any]]) -> None:

@@ -442,7 +442,6 @@ class Run:
         ).to_dict()
 
     def _resume(self) -> None:
-        self.best.resume(self.corpus.held_out)
         step = resume(
             self.settings,
             self.folder,
@@ -453,3 +452,4 @@ class Run:
         )
         if step is not None:
             self.step, self.is_resumed = step, True
+        self.best.resume(self.step, self.corpus.held_out, to_dict(self.settings))

@@ -357,3 +357,29 @@ def test_the_best_of_another_beta_does_not_count(files: Files, change: str) -> N
     lines = [line for line in read_metrics(Path(settings.output)) if line["kind"] == "eval"]
     assert len({line["held_out"] for line in lines}) == (2 if change == "beta" else 1)
     assert best_steps(settings.output) == [6]
+
+
+@pytest.mark.parametrize("lr", [1e-3, 2e-3])
+def test_the_best_of_steps_that_were_given_up_does_not_count(
+    files: Files, monkeypatch: pytest.MonkeyPatch, lr: float
+) -> None:
+    """With the same settings the same steps come again, as after a kill."""
+    evaluate, losses = loop_module.evaluate, iter([3.0, 1.0, 2.0])  # of steps 2 and 4, then of 4
+
+    def given(*args: Any, **options: Any) -> Any:
+        real = evaluate(*args, **options)
+        assert real is not None
+        return replace(real, loss=next(losses))
+
+    monkeypatch.setattr(loop_module, "evaluate", given)
+    settings = files.settings(max_steps=4, held_out=0.2, eval_every=2, save_every=2, lr=1e-3)
+    train(settings, quiet())
+    assert best_steps(settings.output) == [4]
+    shutil.rmtree(Path(settings.output) / "checkpoints" / "step-000000004")
+    written = io.StringIO()
+    more = replace(settings, resume=True, lr=lr)
+    train(more, Display(Console(file=written, width=200)))
+    told = "the best checkpoint so far is of step 4 with other settings: it does not count"
+    assert (told in written.getvalue()) is (lr != 1e-3)
+    (best,) = (Path(settings.output) / "checkpoints" / "best").glob("step-000000004*")
+    assert read_manifest(best).values["run"]["best"] == (1.0 if lr == 1e-3 else 2.0)
