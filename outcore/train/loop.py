@@ -44,6 +44,7 @@ from outcore.train.resuming import resume
 from outcore.train.room import (
     BESIDE_CHECKPOINT_BYTES,
     BESIDE_MODEL_BYTES,
+    are_on_one_disk,
     check_room_for_model,
     model_bytes,
 )
@@ -133,13 +134,18 @@ class Run:
             check_room_for_model(self.output, at_end)
             return self._holding_room(at_end + BESIDE_MODEL_BYTES, 0)
         every, left = self.settings.save_every, self.corpus.num_steps - self.step
+        beside = self._bytes_of_best(left)
+        if are_on_one_disk(self.output, self.folder.path):
+            beside += at_end
+        else:  # the checkpoints' folder is a link
+            check_room_for_model(self.output, at_end)
         checkpoints = AsyncCheckpoints(
             self.folder,
             self.model,
             self.optimizer,
             while_training=every is not None,
             num_saves=1 + (left // every if every is not None else 0),
-            beside_bytes=at_end + self._bytes_of_best(left),
+            beside_bytes=beside,
         )
         self.checkpoints = SteadyCheckpoints(
             checkpoints,
@@ -154,11 +160,11 @@ class Run:
             return self._holding_room(at_end + BESIDE_MODEL_BYTES, only)
 
     def _holding_room(self, for_model_bytes: int, for_checkpoint_bytes: int) -> TrainResult:
-        """Train, while the room for the model and the only checkpoint is held on the disk."""
+        """Train, while the room for the model and the only checkpoint is held on their disks."""
         with contextlib.ExitStack() as held:
             self.room_for_model = HeldRoom(self.output, for_model_bytes)
             held.callback(self.room_for_model.give_back)
-            self.room_for_checkpoint = HeldRoom(self.output, for_checkpoint_bytes)
+            self.room_for_checkpoint = HeldRoom(self.folder.path, for_checkpoint_bytes)
             held.callback(self.room_for_checkpoint.give_back)
             return self._train()
 

@@ -31,3 +31,7 @@ def check_room_for_model(output: Path, num_bytes: int) -> None:
             "there. Free space, or name another --output.",
             path=output,
         )
+
+
+def are_on_one_disk(one: Path, other: Path) -> bool:
+    return one.stat().st_dev == other.stat().st_dev

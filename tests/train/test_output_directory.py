@@ -27,8 +27,10 @@ from outcore.train import loop as loop_module
 from outcore.train import run as run_module
 from outcore.train import subject
 from outcore.train.display import Display
+from outcore.train.held_room import HeldRoom
 from outcore.train.metrics import read_metrics
 from outcore.train.output_directory import writing
+from outcore.train.room import are_on_one_disk
 from outcore.train.run import train
 
 
@@ -261,3 +263,48 @@ def test_what_is_left_of_a_model_that_could_not_be_written_is_no_model(
             train(replace(settings, resume=resume), quiet())
     config.unlink()
     assert train(settings, quiet()).is_complete
+
+
+@pytest.mark.parametrize("full", ["output", "checkpoints"])
+def test_checkpoints_that_are_linked_to_another_disk_are_asked_for_room_there(
+    files: Files, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    settings = files.settings()
+    folders = {"output": Path(settings.output), "checkpoints": files.folder / "other"}
+    for folder in folders.values():
+        folder.mkdir()
+    (folders["output"] / "checkpoints").symlink_to(folders["checkpoints"])
+    free = {str(path.resolve()): 1 << 40 for path in folders.values()}
+    free[str(folders[full].resolve())] = 1 << 20
+    monkeypatch.setattr(calls, "free_bytes", lambda path: free[str(Path(path).resolve())])
+    monkeypatch.setattr(loop_module, "are_on_one_disk", lambda *_: False)
+    monkeypatch.setattr(loop_module.Run, "_take_step", lambda self: pytest.fail("a step was taken"))
+    told = {"output": r"out: the model takes", "checkpoints": r"checkpoints: a checkpoint takes"}
+    with pytest.raises(StoreError, match=told[full]) as refused:
+        train(settings, quiet())
+    assert "of other files" not in str(refused.value)
+
+
+def test_what_is_held_for_a_checkpoint_is_held_where_it_comes_to(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[tuple[Path, int]] = []
+
+    class Room(HeldRoom):
+        def __init__(self, directory: Path, num_bytes: int) -> None:
+            held.append((directory.resolve(), num_bytes))
+            super().__init__(directory, num_bytes)
+
+    settings = files.settings(max_steps=1)
+    other = files.folder / "other"
+    other.mkdir()
+    Path(settings.output).mkdir()
+    (Path(settings.output) / "checkpoints").symlink_to(other)
+    monkeypatch.setattr(loop_module, "HeldRoom", Room)
+    train(settings, quiet())
+    assert [directory for directory, _ in held] == [Path(settings.output).resolve(), other]
+
+
+def test_disks_are_told_apart(tmp_path: Path) -> None:
+    assert are_on_one_disk(tmp_path, tmp_path.parent)
+    assert not are_on_one_disk(tmp_path, Path("/proc"))
