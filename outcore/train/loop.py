@@ -215,7 +215,10 @@ class Run:
             measurement=self.measurement,
             is_prepared=is_prepared,
         )
-        with writing(self.output / REPORT, "Make room there; --resume writes it again."):
+        again = "Make room there; --resume writes it again."
+        with writing(
+            self.output / REPORT, again if result.is_resumable else "The model is written."
+        ):
             write_report(self.output, self.settings, self.plan, result)
         return result
 

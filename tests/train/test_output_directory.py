@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -52,12 +53,19 @@ def test_a_disk_that_is_full_when_the_model_is_written(
         train(settings, quiet())
 
 
+@pytest.mark.parametrize(
+    ("keep", "remedy"),
+    [(2, "Make room there; --resume writes it again."), (0, "The model is written.")],
+)
 def test_a_disk_that_is_full_when_the_report_is_written(
-    files: Files, monkeypatch: pytest.MonkeyPatch
+    files: Files, monkeypatch: pytest.MonkeyPatch, keep: int, remedy: str
 ) -> None:
     monkeypatch.setattr(loop_module, "write_report", full)
-    with pytest.raises(StoreError, match=r"report\.html cannot be written: No space left"):
-        train(files.settings(max_steps=2), quiet())
+    settings = files.settings(max_steps=2, keep=keep)
+    told = rf"report\.html cannot be written: No space left on device\. {re.escape(remedy)}$"
+    with pytest.raises(StoreError, match=told):
+        train(settings, quiet())
+    assert (Path(settings.output) / "model.safetensors").exists()
 
 
 def test_a_checkpoint_without_room_does_not_cost_the_model(
