@@ -48,6 +48,7 @@ _READABLE = (
 def checkpoints_in(settings: TrainSettings) -> CheckpointFolder:
     """Return the checkpoints' folder; refuse to begin anew where a run has begun."""
     output = Path(settings.output)
+    _refuse_name(settings.output)
     if output.exists() and Path(settings.model).exists() and output.samefile(settings.model):
         raise ValueError(f"{output} is the model that would be trained: name another --output")
     try:
@@ -76,6 +77,16 @@ def checkpoints_in(settings: TrainSettings) -> CheckpointFolder:
     if not folder.steps() and not best.steps():
         _refuse_foreign_metrics(output / METRICS)
     return folder
+
+
+def _refuse_name(output: str) -> None:
+    try:
+        output.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{output!a} is not UTF-8, and tokenizers could not be saved there: name another "
+            "--output"
+        ) from None
 
 
 def _refuse_foreign_metrics(path: Path) -> None:

@@ -316,3 +316,13 @@ def test_what_is_held_for_a_checkpoint_is_held_where_it_comes_to(
 def test_disks_are_told_apart(tmp_path: Path) -> None:
     assert are_on_one_disk(tmp_path, tmp_path.parent)
     assert not are_on_one_disk(tmp_path, Path("/proc"))
+
+
+def test_a_name_that_is_not_utf_8_is_refused_first(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_module.Run, "_take_step", lambda self: pytest.fail("a step was taken"))
+    settings = files.settings(os.fsdecode(b"caf\xe9"))
+    with pytest.raises(ValueError, match=r"caf\\udce9' is not UTF-8, .*: name another --output"):
+        train(settings, quiet())
+    assert not Path(settings.output).exists()
