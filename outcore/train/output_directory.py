@@ -53,8 +53,11 @@ def checkpoints_in(settings: TrainSettings) -> CheckpointFolder:
         raise ValueError(f"{output} is the model that would be trained: name another --output")
     try:
         calls.make_directories(output)
-    except FileExistsError:
-        raise ValueError(f"{output} is a file: name another --output") from None
+    except FileExistsError as error:
+        there = Path(error.filename)
+        target = None if there.exists() else there.readlink()
+        what = f"a link to {target}, which is not there" if target else "a file"
+        raise ValueError(f"{there} is {what}: name another --output") from None
     except OSError as error:
         raise ValueError(
             f"{output} cannot be made: {error.strerror}; name another --output"

@@ -326,3 +326,16 @@ def test_a_name_that_is_not_utf_8_is_refused_first(
     with pytest.raises(ValueError, match=r"caf\\udce9' is not UTF-8, .*: name another --output"):
         train(settings, quiet())
     assert not Path(settings.output).exists()
+
+
+@pytest.mark.parametrize("name", ["out", "out/below"])
+def test_a_link_to_nowhere_is_not_called_a_file(files: Files, name: str) -> None:
+    (files.folder / "out").symlink_to(files.folder / "gone")
+    told = r"out is a link to .*gone, which is not there: name another --output"
+    with pytest.raises(ValueError, match=told):
+        train(files.settings(name), quiet())
+    (files.folder / "gone").write_text("a file")
+    with pytest.raises(
+        ValueError, match=r"is a file: name another|cannot be made: Not a directory"
+    ):
+        train(files.settings(name), quiet())
