@@ -38,7 +38,9 @@ class Metrics:
         room for.
         """
         self._path = output / FILE_NAME
-        kept = _drop_later(self._path, first_step, evaluates_again, tell)
+        kept, dropped = _drop_later(self._path, first_step, evaluates_again, tell)
+        # TensorBoard has it already, and would show it twice.
+        self._drawn = [_identity(line) for line in dropped if line["step"] < first_step]
         self._evaluated = {line["step"] for line in kept if line["kind"] == "eval"}
         self._file = self._path.open("ab", buffering=0)
         self._tell = tell
@@ -58,7 +60,8 @@ class Metrics:
             line["held_out"] = held_out
         line |= {k: _plain(v) for k, v in values.items()}
         self._append(f"{json.dumps(line)}\n".encode())
-        self._draw(kind, step, values)
+        if _identity(line) not in self._drawn:
+            self._draw(kind, step, values)
 
     def _append(self, line: bytes) -> None:
         """Write a line or nothing of it: what was trained is worth more than a line about it."""
@@ -137,23 +140,27 @@ def _line(text: str) -> dict[str, Any] | None:
 
 def _drop_later(
     path: Path, first_step: int, evaluates_again: bool, tell: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """Return the lines that stay."""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the lines that stay, and the others."""
     if not path.is_file():
-        return []
+        return [], []
     end_of_evaluations = first_step - 1 if evaluates_again else first_step
     lines, num_bad = _read(path)
     if num_bad:
         tell(f"{path}: lines that are damaged, or not of a run, are left out: {num_bad}")
-    kept = [
-        line
-        for line in lines
-        if line["step"] < (end_of_evaluations if line["kind"] == "eval" else first_step)
-    ]
+    kept: list[dict[str, Any]] = []
+    dropped: list[dict[str, Any]] = []
+    for line in lines:
+        stays = line["step"] < (end_of_evaluations if line["kind"] == "eval" else first_step)
+        (kept if stays else dropped).append(line)
     beside = path.with_suffix(".new")
     beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
     os.replace(beside, path)
-    return kept
+    return kept, dropped
+
+
+def _identity(line: dict[str, Any]) -> tuple[Any, ...]:
+    return line["kind"], line["step"], line.get("held_out")
 
 
 def check_tensorboard(asked: bool | None) -> None:

@@ -123,3 +123,20 @@ def test_a_line_that_is_damaged_costs_none_behind_it(tmp_path: Path, bad: str) -
     metrics.close()
     assert path.read_text().splitlines() == [first, third]
     assert told == [f"{path}: lines that are damaged, or not of a run, are left out: 1"]
+
+
+@pytest.mark.parametrize("held_out", ["0a1b2c3d", "4e5f6071"])
+def test_tensorboard_has_the_last_evaluation_once(tmp_path: Path, held_out: str) -> None:
+    pytest.importorskip("tensorboard")
+    for first_step, data in ((1, "0a1b2c3d"), (3, held_out)):
+        is_again = first_step == 3
+        metrics = Metrics(
+            tmp_path, first_step=first_step, tensorboard=True, evaluates_again=is_again
+        )
+        for step in range(first_step, 3):
+            metrics.add("train", step, loss=1.0)
+        metrics.add("eval", 2, data, loss=3.0)
+        metrics.close()
+    assert [line["kind"] for line in read_metrics(tmp_path)] == ["train", "train", "eval"]
+    evaluations = [(2, 3.0)] * (1 if held_out == "0a1b2c3d" else 2)
+    assert board_of(tmp_path)["eval/loss"] == evaluations
