@@ -97,7 +97,7 @@ class Run:
         self.room_for_model: HeldRoom
         self.step = 0
         self.step_tokens = 0  # of the last step, without padding
-        self.is_resumed = False
+        self.resumed_step: int | None = None
         self.before_step: BeforeStep
         self.best = BestCheckpoint(folder.path, model, self.optimizer, display.message)
         self.measurement: Measurement | None = None
@@ -149,7 +149,7 @@ class Run:
         )
         self.checkpoints = SteadyCheckpoints(
             checkpoints,
-            saved_step=self.step if self.is_resumed else None,
+            saved_step=self.resumed_step,
             tell=self.display.message,
         )
         # With --save-every there is an earlier one, should the last one fail.
@@ -239,7 +239,7 @@ class Run:
             )
 
     def _save_last(self) -> None:
-        if self.checkpoints is None:
+        if self.checkpoints is None or self.step == self.resumed_step:  # it is there
             return
         self.room_for_checkpoint.give_back()
         with self.display.saving(self.folder.directory(self.optimizer.num_steps)):
@@ -460,5 +460,5 @@ class Run:
             self.display.message,
         )
         if step is not None:
-            self.step, self.is_resumed = step, True
+            self.step = self.resumed_step = step
         self.best.resume(self.step, self.corpus.held_out, to_dict(self.settings))

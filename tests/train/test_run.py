@@ -234,6 +234,15 @@ def test_a_finished_run_is_left_as_it_is(files: Files) -> None:
     assert len(losses(Path(settings.output))) == 6
 
 
+def test_a_checkpoint_that_was_there_is_not_told_to_be_saved(files: Files) -> None:
+    settings = files.settings(max_steps=2)
+    told = [io.StringIO(), io.StringIO()]
+    for text, resume in zip(told, (False, True), strict=True):
+        train(replace(settings, resume=resume), Display(Console(file=text, width=1000)))
+    saved = [re.findall(r"saved (?:.*/)?(\S+) in", text.getvalue()) for text in told]
+    assert saved == [["step-000000002", "out"], ["out"]]
+
+
 def test_a_second_run_does_not_begin_over_the_first(files: Files) -> None:
     train(files.settings(), quiet())
     with pytest.raises(ValueError, match="checkpoint of step 6: --resume"):
