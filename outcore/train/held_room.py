@@ -18,8 +18,7 @@ from outcore.errors import StoreError
 from outcore.machine.probe.disk import lies_in_memory
 from outcore.units import format_bytes
 
-_CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # EINVAL: no bytes, too
-_REMEDIES = {
+_REMEDIES = {  # where the disk refuses; other errors are of file systems that cannot hold bytes
     errno.EFBIG: "Raise the limit on the size of files (`ulimit -f`)",
     errno.EDQUOT: "Make room within your quota",
     errno.ENOSPC: "Free space",
@@ -54,9 +53,9 @@ def _allocated(directory: Path, num_bytes: int) -> IO[bytes] | None:
             file: IO[bytes] = until_held.enter_context(tempfile.TemporaryFile(dir=directory))
             _allocate(file.fileno(), num_bytes)
         except OSError as error:
-            if error.errno in _CANNOT_ALLOCATE:
+            remedy = _REMEDIES.get(error.errno or 0)
+            if remedy is None:
                 return None
-            remedy = _REMEDIES.get(error.errno or 0, "Mend that")
             raise StoreError(
                 f"{directory}: {format_bytes(num_bytes)} for what the run ends with cannot be held "
                 f"there: {error.strerror}. {remedy}, or name another --output.",
@@ -68,7 +67,9 @@ def _allocated(directory: Path, num_bytes: int) -> IO[bytes] | None:
 
 def _allocate(fd: int, num_bytes: int) -> None:
     """Not as posix_fallocate, which writes all of it where the file system cannot do it."""
-    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if fallocate is None:  # only Linux has it
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     while fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(num_bytes)):
         number = ctypes.get_errno()
         if number != errno.EINTR:
