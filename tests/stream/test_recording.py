@@ -21,6 +21,18 @@ from outcore.timeline import LANES
 CPU = torch.device("cpu")
 
 
+def small_llama() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=97,
+    )
+    return LlamaForCausalLM(config).train()
+
+
 def test_spans_follow_the_order_of_a_lane() -> None:
     lane = Lane("copies", hardware="to device")
     lane.submit(lambda: None, label="before")
@@ -81,17 +93,7 @@ def test_many_threads_record() -> None:
 
 
 def test_a_step_shows_its_lanes() -> None:
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=97,
-    )
-    model = outcore.offload(
-        LlamaForCausalLM(config).train(), device="cpu", activations="offload", num_visits=2
-    )
+    model = outcore.offload(small_llama(), device="cpu", activations="offload", num_visits=2)
     optimizer = outcore.AdamW(model, lr=1e-3)
     ids = torch.randint(0, 97, (2, 8))
     with recording(CPU) as found:
@@ -125,15 +127,7 @@ def test_gradients_that_wait_for_a_buffer_are_not_being_copied(
         return take(loan)
 
     monkeypatch.setattr(Loan, "take", take_late)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=97,
-    )
-    model = outcore.offload(LlamaForCausalLM(config).train(), device="cpu", num_visits=0)
+    model = outcore.offload(small_llama(), device="cpu", num_visits=0)
     optimizer = outcore.AdamW(model, lr=1e-3, update_during_backward=True)
     ids = torch.randint(0, 97, (2, 8))
     with recording(CPU) as found:
