@@ -10,9 +10,10 @@
 #                                            beside plain PyTorch, where DISK has smollm2.gguf
 #   benchmarks/bars.sh tiers FOLDER DISK     32B; 72B in three tiers
 #   benchmarks/bars.sh lora FOLDER DISK      LoRA on 72B; steps while a checkpoint is written
+#   benchmarks/bars.sh others FOLDER DISK    3B, and 7B within 24 GiB: predictions of more settings
 #
-# Several parts, with commas between them, run one after the other (all of them: less than half an
-# hour) by one probe, before the first figure; the disk is probed again just before each plan that
+# Several parts, with commas between them, run one after the other (all of them: a bit more than
+# half an hour) by one probe, before the first figure; the disk is probed again just before each plan that
 # rests on it.
 # Outcore is that of this checkout; its kernels are built where they are not.
 # Raw figures go to FOLDER, scratch files and checkpoints to DISK (64 GB). It goes on where something
@@ -23,7 +24,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 parts=${1:?which parts} folder=${2:?where raw figures go} disk=${3:?where scratch files go}
 for part in ${parts//,/ }; do
-  case $part in disk | train | loading | exact | lora | tiers) ;; *) echo "no part is called $part"; exit 2 ;; esac
+  case $part in disk | train | loading | exact | lora | tiers | others) ;; *) echo "no part is called $part"; exit 2 ;; esac
 done
 export PYTHONUNBUFFERED=1 OMP_WAIT_POLICY=passive PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 mkdir -p "$folder" "$disk"
@@ -132,6 +133,10 @@ run_part() {
     forget lora-72b.json checkpoint.json
     run lora within 400 python3 benchmarks/lora_72b.py --steps 5 --warmup-steps 3 --json "$folder/lora-72b.json"
     run checkpoint checkpoint
+    ;;
+  others)
+    forget plans-others.json
+    run others plans others 3b,7b-24g
     ;;
   esac
 }

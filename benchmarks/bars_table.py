@@ -18,6 +18,7 @@ from typing import Any
 
 GIB = 2**30
 NUM_PLACEMENTS = 14
+NUM_PREDICTED = 8
 TIERS = ("device", "host", "disk")
 _LEAST_TFLOPS = {"7b": 500, "14b": 420, "32b-compact": 400}
 _SETTINGS = (*_LEAST_TFLOPS, "7b-native", "8b-long-clip", "72b-minimal-clip", "3b-disk-wait")
@@ -120,6 +121,13 @@ def prediction_bars(folder: Path) -> Iterator[Bar]:
     }
     if (lora := _read(folder / "lora-72b.json")) is not None:
         predictions["lora-72b"] = lora["prediction"]
+    if predictions:
+        yield Bar(
+            name="settings with a prediction",
+            measured=f"{len(predictions)}",
+            bar=f"at least {NUM_PREDICTED}",
+            is_held=True if len(predictions) >= NUM_PREDICTED else None,  # some were left out
+        )
     for name, found in predictions.items():
         for what, most in [("step", 0.10), *((f"{tier} peak", 0.05) for tier in TIERS)]:
             if (figures := found.get(what)) is not None and figures["measured"]:

@@ -31,7 +31,7 @@ from outcore.train.corpus import Corpus
 from outcore.train.display import Display
 from outcore.train.evaluation import Evaluated, evaluate
 from outcore.train.figures import StepFigures, TrainResult
-from outcore.train.finite_weights import first_not_finite
+from outcore.train.finite_weights import told_if_not_finite
 from outcore.train.held_room import HeldRoom
 from outcore.train.lagged_values import LaggedValues
 from outcore.train.metrics import FILE_NAME as METRICS
@@ -424,21 +424,8 @@ class Run:
 
     def _harmed_weights(self) -> str | None:
         """Return what to say of weights that are not finite; None where all are."""
-        name, num_updates = first_not_finite(self.model), self.optimizer.num_steps
-        if name is None:
-            return None
-        earlier = [step for step in self.folder.steps() if step < num_updates]
-        remedy = "begin anew in another --output, with a lower --lr"
-        if not num_updates:
-            remedy = f"{self.settings.model} has them so"
-        elif earlier:
-            remedy = (
-                f"remove the checkpoints behind that of step {earlier[-1]}, and --resume goes on "
-                "from there, with a lower --lr"
-            )
-        return (
-            f"The weights of step {self.step} are not finite (in {name}), and no further step "
-            f"mends that: {remedy}."
+        return told_if_not_finite(
+            self.model, self.settings.model, self.step, self.optimizer.num_steps, self.folder
         )
 
     def _values(self) -> dict[str, Any]:

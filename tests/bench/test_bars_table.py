@@ -63,11 +63,18 @@ def test_all_are_held_by_what_was_measured(folder: Path) -> None:
     held = {bar.name: bar.measured for bar in bars if bar.is_held}
     assert held["7b"] == "563.2 TFLOPS"
     assert held["7b over native PyTorch"] == "1.65x"
+    assert held["settings with a prediction"] == "8"
     assert held["8b-long-clip, one sequence"] == "73,728 tokens"
     assert held["3b-disk-wait, of the disk just before"] == "90.6%"
     assert held["72b-minimal-clip: step predicted"] == "-8.6%"
     assert held["gemma-3-1b: placements with the same bits"] == "14 of 14"
     assert held["the first step after loading"] == "18.8 s"
+
+
+def test_too_few_predictions_are_not_called_enough(folder: Path) -> None:
+    (folder / "lora-72b.json").unlink()
+    told = {bar.name: bar for bar in TABLE.all_bars(folder)}["settings with a prediction"]
+    assert (told.measured, told.bar, told.is_held) == ("7", "at least 8", None)
 
 
 @pytest.mark.parametrize(
